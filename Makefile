@@ -96,9 +96,12 @@ ROOMS     := common attention attention/ring layers cuda layers/sm90 parallel da
 SOURCES   := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))  # what takes long first
 KERNELS   := $(filter %.cu,$(SOURCES))
 OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
-TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
-PYTESTS   := $(wildcard dev/test_*.py)
-BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
+# The programs of dev/. Their names are short for who types them: dev/test_data is made of dev/test/test_data.cpp.
+program_of = $(addprefix dev/,$(basename $(notdir $(1))))
+TESTS     := $(call program_of,$(wildcard dev/test/test_*.cpp dev/test/test_*.cu))
+PYTESTS   := $(wildcard dev/test/test_*.py)
+BENCHES   := $(call program_of,$(wildcard dev/bench/*.cu))
+STUDIES   := $(call program_of,$(wildcard dev/study/*.cu))
 TOOLS     := dev/encode dev/train_threads
 
 .PHONY: all test sanitize archs benches profile clean help FORCE
@@ -106,12 +109,16 @@ all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-$(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
+$(TESTS) $(TOOLS): dev/%: build/dev/test/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-build/dev/test_gpt2.o build/dev/bench_train.o build/dev/train_threads.o: train_gpt2.cu  # they include the program itself
-benches: $(BENCHES)
+$(BENCHES): dev/%: build/dev/bench/%.o $(OBJECTS)
+	$(NVCC) -o $@ $^ $(LDLIBS)
+$(STUDIES): dev/%: build/dev/study/%.o $(OBJECTS)
+	$(NVCC) -o $@ $^ $(LDLIBS)
+build/dev/test/test_gpt2.o build/dev/bench/bench_train.o build/dev/test/train_threads.o: train_gpt2.cu  # they include the program itself
+benches: $(BENCHES) $(STUDIES)
 # Which sources a program was built from, for --version and for a benchmark's rows.
-train_gpt2cu $(BENCHES): build/tree.o
+train_gpt2cu $(BENCHES) $(STUDIES): build/tree.o
 build/tree.o: build/tree.cpp
 	$(CXX) -c -o $@ $<
 build/tree.cpp: BUILT_FROM = $(or $(shell scripts/tree.sh 2>/dev/null),unknown dirty)
@@ -127,13 +134,13 @@ build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(CXXSTRICT) -c -o $@ $<
 # No kernel in these: straight to the host compiler, in half the time.
-build/train_gpt2.o build/parallel/comm.o build/dev/test_gpt2.o: LANGUAGE := -x c++
+build/train_gpt2.o build/parallel/comm.o build/dev/test/test_gpt2.o: LANGUAGE := -x c++
 
 build/data/corpus.o: data/stories.txt  # copied into the object
 build/data/tokenizer.o: data/unicode_kinds.txt
 build/layers/cpu/reference.o build/run/sample.o build/data/file.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
 build/data/file.o: private CXXFLAGS += -fno-tree-slp-vectorize  # AVX2 has no product of 64 bits: the checksum would take three times as long
-build/dev/test_attention.o build/dev/test_comm.o: private NVCCFLAGS += -Xcompiler -O2  # much random input
+build/dev/test/test_attention.o build/dev/test/test_comm.o: private NVCCFLAGS += -Xcompiler -O2  # much random input
 
 # What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
 build/nccl.flags: FLAGS = $(NCCLFLAGS)
@@ -149,10 +156,10 @@ FORCE:
 # Builds, runs every test program, and ends in one line "N passed, N failed, N skipped".
 test:
 	@$(MAKE) --no-print-directory WERROR=1 train_gpt2cu $(TESTS) $(TOOLS)
-	@dev/run_tests.sh "$(MAKE) --no-print-directory archs" $(TESTS) $(PYTESTS)
+	@dev/test/run_tests.sh "$(MAKE) --no-print-directory archs" $(TESTS) $(PYTESTS)
 
 # The test itself is not optimised, because that compiles fastest.
-SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
+SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
              run/checkpoint run/choices run/log)
 sanitize: $(SANITIZED)
 	$(CXX) -fsanitize=address,undefined -fopenmp -o build/sanitized/test_data $^
@@ -178,7 +185,7 @@ profile: train_gpt2cu
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
 
 clean:
-	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(TOOLS)
+	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(STUDIES) $(TOOLS)
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 

@@ -27,7 +27,7 @@
 // A grammar is unambiguous if every rule is a prefix code: no text of one alternative begins with a text of another.
 // A letter after the end of a word counts as a difference, so "sea" and "seal" differ, but "red" and "red clay" do not.
 // Then a reader who comes from the left, and knows the rows remembered so far, knows each choice. A text shows its own
-// end and has one derivation, and its probability is the product of its choices. dev/test_corpus.cpp finds the
+// end and has one derivation, and its probability is the product of its choices. dev/test/test_corpus.cpp finds the
 // derivations of all validation stories, one each.
 #pragma once
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The collectives of the seam. NCCL runs on a stream of its own, so that gradients are summed over the ranks while
 // backward goes on. All `size` ranks make the same calls in the same order. Tests have the same list for threads
-// (dev/thread_comm.h). x, out and what is sent are device memory.
+// (dev/common/thread_comm.h). x, out and what is sent are device memory.
 //
 // Sums have the same bits on all ranks, and on every run with the same machine and number of ranks. NCCL's manual does
 // not promise it, so dev/test_comm checks.

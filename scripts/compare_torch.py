@@ -20,7 +20,7 @@ import tempfile
 
 import results
 
-sys.path.append(str(results.ROOT / "dev"))
+sys.path.append(str(results.ROOT / "dev" / "common"))
 from torch_gpt2 import MAX_T, SIZES, V, VP, adamw, gpt2, text_ids, write  # noqa: E402
 
 try:

@@ -5,7 +5,7 @@
 # All runs have --overlap 1. It is the default between machines alone, and it adds up the norm in another order.
 # In the way "machines" each of two ranks sees one GPU, and NCCL may use the network alone, as on two machines.
 cd "$(dirname "$0")/.." && self=$PWD/scripts/launchers.sh
-. dev/within.sh
+. dev/test/within.sh
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 train="./train_gpt2cu -e d12 -b 8 -t 1024 -x 20 -v 0 -s 0 --overlap 1" first="" failed=""
 

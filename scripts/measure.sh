@@ -15,7 +15,7 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
 # Beside PyTorch's kernels and training step where PyTorch is installed.
 attention=./dev/bench_attention training=./dev/bench_train torch=
 if python3 -c 'import torch' 2>/dev/null; then
-    attention="python3 dev/peers.py" training="python3 dev/peers_train.py" torch=yes
+    attention="python3 dev/bench/peers.py" training="python3 dev/bench/peers_train.py" torch=yes
 fi
 measure() {  # part
     case $1 in

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the pictures of attention/README.md, dev/results/pictures/*.svg. Sizes and orders are those of the kernels.
+"""Draws the pictures of attention/README.md, attention/pictures/*.svg. Sizes and orders are those of the kernels.
 
     python3 scripts/pictures.py            writes them all
     python3 scripts/pictures.py --check    exit code 1 if one is not what it would write
@@ -318,7 +318,7 @@ def main():
     for draw in causal, online, fragments, swizzle, descriptor, products, turns, roles:
         picture = Picture()
         draw(picture)
-        texts[ROOT / "dev" / "results" / "pictures" / f"{draw.__name__}.svg"] = picture.svg(draw.__doc__)
+        texts[ROOT / "attention" / "pictures" / f"{draw.__name__}.svg"] = picture.svg(draw.__doc__)
     publish(texts, check)
 
 

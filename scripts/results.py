@@ -1,4 +1,4 @@
-"""What the scripts share: rows of dev/results (dev/bench.h writes such rows too), logs of runs, and the trainer."""
+"""What the scripts share: rows of dev/results (dev/common/bench.h writes such rows too), logs of runs, and the trainer."""
 import argparse
 import contextlib
 import functools

@@ -20,7 +20,7 @@
 #include "data/file.h"
 
 struct Cpu {
-    // A single rank's. The program has several only on GPUs, and tests as threads (dev/thread_comm.h).
+    // A single rank's. The program has several only on GPUs, and tests as threads (dev/common/thread_comm.h).
     struct Comm {
         static constexpr int rank = 0, size = 1;
         template <class... A>

@@ -1,0 +1,149 @@
+// The ring's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
+//
+//   single     the time of one GPU's kernel for all tokens, divided by N. Without any cost a ring would take this long
+//   ring       the slowest rank's time, from a start that all ranks reach together (a collective before the clock)
+//   no travel  compute only: the same calls without communication. Against single it shows the cost of cutting, and
+//              against ring the transfers that compute does not hide
+//   hop        the keys and values of all ranks go to the next rank, and nothing else happens
+//
+// A shorter ring is validated first, by the bounds of dev/test_ring. dev/common/bench.h has the protocols.
+//
+// Run: ./dev/bench_ring --help
+#include "dev/common/bench.h"
+#include "dev/common/ring_check.h"
+#include "parallel/comm.h"
+#include "parallel/meet.h"
+
+struct Options : Output {
+    int gpus = 0, tokens = 16384, heads = 12;
+    std::string hs = "64";
+};
+
+// Random numbers, because zeros draw less power.
+static DeviceMemory random_memory(const Cuda& dev, size_t bytes) {
+    DeviceMemory memory = device_memory(dev, bytes);
+    fill_normal(dev, static_cast<bf16*>(memory.get()), bytes / sizeof(bf16), 1);
+    return memory;
+}
+
+using Passes = std::array<Figures, 2>;  // forward, forward and backward
+
+struct Bench {
+    const Options& options;
+    const Cuda& dev;
+    NcclComm& comm;
+    const int N = comm.size, tokens = options.tokens, NH = options.heads, HS = std::atoi(options.hs.c_str());
+    const DeviceMemory flag = random_memory(dev, 16);  // of the collective that lets all ranks start together
+
+    double slowest(double ms) const {
+        std::vector<double> all(comm.size, ms);
+        comm.host_all_gather(all.data(), sizeof ms);
+        return *std::max_element(all.begin(), all.end());
+    }
+    // Ranks would not rest equally long, so they do not.
+    template <class Work>
+    double cool_together(Work work) const {
+        const auto launch = [&](int) {
+            comm.fork();
+            comm.all_reduce(static_cast<float*>(flag.get()), 1);
+            comm.join();
+            work();
+        };
+        return slowest(cool_ms(dev, launch, 0.));
+    }
+    template <class Work>
+    Figures measure(Work work) const {
+        const double start = cool_together([] {});  // the collective's own time
+        Figures ms;
+        ms.cool = cool_together(work) - start;
+        ms.sustained = slowest(sustained_ms(dev, ms.cool, [&](int) { work(); }));
+        return ms;
+    }
+
+    // `way` is the unchunked call or a ring.
+    template <class Way>
+    Passes time(Way& way, int T) const {
+        const size_t n = size_t(T) * NH * HS;
+        const DeviceMemory memory = random_memory(dev, 9 * n * sizeof(bf16));
+        bf16 *const qkv = static_cast<bf16*>(memory.get()), *const dout = qkv + 3 * n, *const out = dout + n;
+        bf16* const dqkv = out + n;
+        float* const lse = reinterpret_cast<float*>(dqkv + 3 * n);
+        const auto forward = [&] { way.forward(out, lse, qkv); };
+        const auto both = [&] {
+            forward();
+            way.backward(dqkv, dout, out, lse, qkv);
+        };
+        return {measure(forward), measure(both)};
+    }
+    template <class Through>
+    Passes time_ring(Through& through) const {
+        Ring<Cuda, bf16, Through> ring(dev, comm.rank, N, 1, tokens / 2, NH, HS);
+        const DeviceMemory memory = random_memory(dev, ring.bytes());
+        ring.start(memory.get(), &through);
+        return time(ring, tokens);
+    }
+    Figures time_hop() const {
+        const size_t n = size_t(tokens) * 2 * NH * HS;
+        const DeviceMemory memory = random_memory(dev, 2 * n * sizeof(bf16));
+        bf16* const kv = static_cast<bf16*>(memory.get());
+        return measure([&] {
+            comm.fork();
+            comm.send_recv((comm.rank + 1) % N, kv, n, (comm.rank + N - 1) % N, kv + n, n);
+            comm.join();
+        });
+    }
+};
+
+static void run_bench(const Bench& b) {
+    const int T = 2 * b.N * 150;
+    check_ring<bf16>(b.dev, b.comm, {1, T, T, 2, b.HS});
+    if (test::failed_checks()) throw Error(format("rank %d: the ring is wrong, so it is not timed", b.comm.rank));
+    Cpu::Comm none;  // sends nothing
+    const int all = b.N * b.tokens;
+    const Unchunked<bf16, Cuda> unchunked{b.dev, {1, all, all, b.NH, b.HS}};
+    const Passes single = b.time(unchunked, all), ring = b.time_ring(b.comm), still = b.time_ring(none);
+    const Figures hop = b.time_hop();
+    if (b.comm.rank > 0) return;
+    Log log = results_log(b.dev, "ring_speed", b.options);
+    std::printf(
+        "%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's rate), hop %.3f/%.3f\n",
+        b.dev.name.c_str(), b.N, b.tokens, b.NH, b.HS, hop.cool, hop.sustained);
+    for (int pass : {0, 1}) {
+        const char* name = pass ? "forward+backward" : "forward";
+        const Figures one{single[pass].cool / b.N, single[pass].sustained / b.N};
+        Row row = result_row(b.dev, "ring_speed");
+        row.add("pass", name).add("gpus", b.N).add("tokens_per_gpu", b.tokens).add("NH", b.NH).add("HS", b.HS);
+        std::printf("  %-16s", name);
+        const auto show = [&](const char* what, const std::string& field, const Figures& ms) {
+            std::printf("  %s %.3f/%.3f (%.1f/%.1f %%)", what, ms.cool, ms.sustained, 100 * one.cool / ms.cool,
+                        100 * one.sustained / ms.sustained);
+            row.add((field + "ms").c_str(), ms.cool).add((field + "ms_sustained").c_str(), ms.sustained);
+        };
+        show("single", "single_", one);
+        show("ring", "", ring[pass]);
+        show("no travel", "still_", still[pass]);
+        row.add("hop_ms", hop.cool).add("hop_ms_sustained", hop.sustained);
+        std::printf("\n");
+        log.write(row);
+    }
+}
+
+int main(int argc, char** argv) {
+    Options o;
+    const std::vector<Option> table = {
+        {"--gpus", "", Option::Int, &o.gpus, "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
+        {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+    };
+    return bench_main(argc, argv, "bench_ring", "The ring's speed.", "ring_speed.jsonl", o, table, [&] {
+        const Place place = place_from_environment();
+        if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
+        if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
+        const std::string id = meet(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
+        Cuda dev(place.local_rank);
+        NcclComm comm(dev, place.rank, place.size, id);
+        run_bench({o, dev, comm});
+        return 0;
+    });
+}

@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+"""Times a plain PyTorch GPT-2 beside ./dev/bench_train, in one run on the same shapes: tokens per second and memory.
+
+    make benches && python3 dev/bench/peers_train.py            # needs PyTorch and a GPU, else it says so and ends with 0
+    python3 dev/bench/peers_train.py --model d24 --shapes 16x1024,4x1024 --json
+
+The peer is what people run: the same model compiled by torch.compile, matmuls and attention in bf16 by autocast over
+fp32 weights, F.scaled_dot_product_attention, fused AdamW, gradients clipped at norm 1. Initial weights, learning rate,
+weight decay, token ids drawn as text has them and the vocabulary of 50257 padded to 50304 are bench_train's, and so is
+what is timed: the whole step, from the upload of its batch to the loss read back, 3 s of steps to warm up, then the
+mean of the next 5 s.
+Each backend of attention (FlashAttention 2 and cuDNN's) trains in a process of its own, and the faster one is recorded.
+Before it is timed the loss must start at ln V and fall over 20 steps on one batch. "GiB" is the device memory in use
+after the last step, with the CUDA context and all that PyTorch's allocator holds for the peak of a step.
+Ours runs at -r 1, the default, and at -r 0, which recomputes nothing, as the peers do. "ours/peer" is how many times as
+fast ours is at -r 0: above 1, ours wins.
+
+--llmc PROGRAM is llm.c's train_gpt2cu, built with cuDNN as its README says. It runs on such tokens at -r 0, once for
+each of its -ge 0, 1 and 2. The fastest is recorded, with the milliseconds and the memory that it prints.
+"""
+import argparse
+import array
+import concurrent.futures
+import math
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from operator import itemgetter
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "scripts"), str(ROOT / "dev" / "common")]
+import results  # noqa: E402
+from peers import rows_of, torch_with_gpu  # noqa: E402
+from torch_gpt2 import MAX_T, SIZES, V, adamw, gpt2, text_ids, write  # noqa: E402
+
+BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION"}
+
+
+class Wrong(Exception):
+    """The peer does not train: its time would mean nothing."""
+
+
+def our_row(model, B, T, recompute):
+    """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
+    def run(*command):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    done, rows = rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}",
+                         "--precision", "bf16", "-r", recompute, run=run)
+    if done.returncode and re.search("out of memory|the model needs", done.stderr):
+        return None
+    if done.returncode:
+        sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
+    return rows[0]
+
+
+def training_step(torch, model, batch):
+    """A function that trains `model` for one step on `batch`, tokens and targets in host memory, and gives the loss."""
+    params = list(model.parameters())
+    device = params[0].device
+    adam = adamw(torch, params, lr=3e-4, weight_decay=0.1, fused=True)
+
+    def train():
+        tokens, targets = batch.to(device, non_blocking=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return loss.item()
+    return train
+
+
+def random_batch(torch, B, T):
+    """(2, B, T): tokens, and as targets the tokens that follow them."""
+    tokens = torch.tensor(text_ids(B * T + 1))
+    return torch.stack([tokens[:-1], tokens[1:]]).view(2, B, T)
+
+
+def check_losses(losses):
+    if not (abs(losses[0] - math.log(V)) < 0.5 and losses[-1] < losses[0]):
+        raise Wrong(f"the loss goes from {losses[0]:g} to {losses[-1]:g}, expected from ln V = {math.log(V):g} down")
+
+
+def measure(size, backend, B, T):
+    """Figures of the peer, from a process that has done nothing else on the GPU."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(1)
+    model = torch.compile(gpt2(torch, *size, max(T, MAX_T)).cuda())
+    train = training_step(torch, model, random_batch(torch, B, T).pin_memory())
+
+    def mean_ms(seconds):
+        steps, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            train()
+            steps += 1
+        return (time.perf_counter() - start) / steps * 1e3
+
+    with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
+        losses = [train() for _ in range(20)]
+        check_losses(losses)
+        torch.cuda.empty_cache()  # what compiling alone needed is not the peer's memory
+        mean_ms(3)
+        ms = mean_ms(5)
+    free, total = torch.cuda.mem_get_info()
+    return {"gpu": torch.cuda.get_device_name(), "ms": ms, "tok_s": B * T / ms * 1e3,
+            "mem_gib": (total - free) / 2**30, "loss": losses[-1]}
+
+
+def llmc_figures(program, model, ge, B, T):
+    """What llm.c prints of its steps: 3 s to warm up, then the mean of the next 5 s."""
+    with tempfile.TemporaryDirectory() as shards:
+        tokens = array.array("H", text_ids(20 * B * T + 1))
+        for name in "train.bin", "val.bin":
+            write(pathlib.Path(shards, name), [20240520, 1, len(tokens)], tokens)
+        options = f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} -x 100000 -r 0"
+        command = [program, *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split()]
+        run = subprocess.Popen(command, cwd=shards, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        text, warm, ms = "", 0, []
+        for line in run.stdout:
+            step = re.search(r"^step .* \| loss ([\d.]+) .*\| ([\d.]+) ms \|", line)
+            if not step:
+                text += line
+            elif warm < 3000:
+                warm += float(step[2])
+            elif sum(ms) < 5000:
+                ms.append(float(step[2]))
+            else:
+                break
+        run.kill()
+        run.wait()
+    if not ms:
+        return "out of memory" if "out of memory" in text else f"llm.c says {text[-100:]!r}"
+    used = re.search(r"device memory usage: (\d+) MiB", text)
+    mean = sum(ms) / len(ms)
+    return {"ms": mean, "tok_s": B * T / mean * 1e3, "mem_gib": int(used[1]) / 1024, "loss": float(step[1])}
+
+
+def figures_or_reason(*arguments):
+    """What measure() gives, or in a word why it cannot: not every exception of PyTorch's passes between processes."""
+    try:
+        return measure(*arguments)
+    except Wrong:
+        raise
+    except Exception as e:
+        text = f"{type(e).__name__}: {e}"
+        return "out of memory" if "out of memory" in text else text.splitlines()[0][:100]
+
+
+def torch_figures(model, backend, B, T):
+    """The same from a process of its own."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(figures_or_reason, SIZES[model], backend, B, T).result()
+        except concurrent.futures.process.BrokenProcessPool as e:
+            return str(e)
+        except Wrong as e:
+            sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
+
+
+def line(row, ours=None):
+    mfu = f"{row['mfu']:.1f}" if row["mfu"] else "n/a"
+    ratio = f" {ours['tok_s'] / row['tok_s']:10.2f}" if ours else ""
+    attention = row.get("sdpa") or f"{row['attention']}, -r {row['recompute']}"
+    return (f"{row['kernel']:13} {attention:12} {row['B']:4} {row['T']:6} | {row['ms']:9.2f} "
+            f"{row['tok_s']:9.0f} {mfu:>6} {row['mem_gib']:7.2f}{ratio}")
+
+
+def fastest(kernel, model, B, T, ours, tried, **about):
+    """The row of the fastest, or none. `tried` has kinds of attention, each with its figures or why there are none."""
+    found = []
+    for sdpa, figures in tried:
+        if isinstance(figures, str):
+            print(f"{kernel:13} {sdpa:12} {B:4} {T:6} | skipped: {figures}", flush=True)
+            continue
+        # The same model on the same GPU: MFU goes with tokens per second.
+        mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
+        found.append(results.row("train", kernel=kernel, model=model, dtype="bf16", B=B, T=T, ids="text-like", gpus=1,
+                                 attention="sdpa", sdpa=sdpa, deterministic=False, mfu=mfu, **about, **figures))
+        print(line(found[-1], ours), flush=True)
+    return sorted(found, key=itemgetter("ms"))[:1]
+
+
+def shapes_of(text):
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f'"{text}" is no BxT,BxT,… such as 16x1024,4x1024')
+    return [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+
+
+@results.check_stdout()
+def main():
+    arg = results.arguments(__doc__, "train")
+    arg.add_argument("--model", default="d12", choices=SIZES)
+    arg.add_argument("--shapes", default="64x1024,16x1024,4x1024", type=shapes_of,
+                     help="BxT,BxT,… (default: %(default)s)")
+    arg.add_argument("--llmc", type=pathlib.Path, metavar="PROGRAM", default=os.environ.get("LLMC"),
+                     help="llm.c's train_gpt2cu (default: $LLMC; without it llm.c is left out)")
+    a = arg.parse_args()
+    if a.llmc and not a.llmc.is_file():
+        arg.error(f"--llmc {a.llmc}: no such program: build llm.c's train_gpt2cu as its README says")
+    torch = torch_with_gpu("peers_train.py")
+
+    # This process leaves the GPU alone: a context of its own would count in everyone's memory.
+    print(f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "
+          f"{'B':>4} {'T':>6} | {'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}", flush=True)
+    path = None
+    for B, T in a.shapes:
+        rows, ours = [], None
+        for recompute in 1, 0:
+            ours = our_row(a.model, B, T, recompute)
+            rows += [ours] if ours else []
+            name = f"train_gpt2cu  flash, -r {recompute}"
+            print(line(ours) if ours else f"{name:26} {B:4} {T:6} | skipped: out of memory", flush=True)
+        figures = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
+        rows += fastest("torch_compile", a.model, B, T, ours, figures, cuda=torch.version.cuda, torch=torch.__version__)
+        if a.llmc and rows:
+            figures = ((f"cudnn, -ge {ge}", llmc_figures(a.llmc.resolve(), a.model, ge, B, T)) for ge in range(3))
+            about = {field: rows[0][field] for field in ("gpu", "cuda")}
+            rows += fastest("llm.c", a.model, B, T, ours, figures, **about)
+        if rows and (a.json or a.out):  # what came before a shape that fails, or is ended, stays
+            path = results.append(rows, "train", a.out)
+    if path:
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+// What the programs about attention share. bench_attention and accuracy take their options and kernels from here. accuracy
+// and study_accumulation also take the inputs, and a kernel's results with their errors.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+#include <list>
+#include <string>
+#include <vector>
+
+#include "dev/common/bench.h"
+#include "dev/common/oracle.cuh"
+
+struct AttentionOptions : Output {
+    std::string kernel = "all", shapes, dtype = "all", hs = "64";
+    int heads = 12;
+    bool no_causal = false, quick = false;
+
+    template <class X>
+    bool has() const {
+        return dtype == "all" || dtype == name_of(dtype_of<X>());
+    }
+    AttentionShape shape(int B, int T) const { return {B, T, T, heads, std::atoi(hs.c_str()), !no_causal}; }
+};
+
+// What differs between the two programs.
+struct AttentionProgram {
+    const char *name, *about, *results, *shapes, *quick;
+};
+
+// The programs' main. It calls run(dev, options, log) unless the command line only asks for help.
+template <class Run>
+int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o, Run run) {
+    const std::string shapes = std::string("BxT,BxT,… (default: ") + program.shapes + ")";
+    const std::string kernels = std::string("all|naive_tf32") + std::strchr(attention_names(), '|');  // without "flash"
+    const std::vector<Option> table = {
+        {"--kernel", "", Option::Choice, &o.kernel, "which kernel", kernels.c_str()},
+        {"--shapes", "", Option::String, &o.shapes, shapes.c_str()},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+        {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
+        {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key"},
+        {"--quick", "", Option::Flag, &o.quick, program.quick},
+    };
+    return bench_main(argc, argv, program.name, program.about, program.results + std::string(".jsonl"), o, table, [&] {
+        if (!o.shapes.empty()) parse_shapes(o.shapes);
+        Cuda dev;
+        Log log = results_log(dev, program.results, o);
+        return run(dev, log);
+    });
+}
+
+// A kernel of the table, or naive with TF32 products.
+template <class X>
+struct Subject {
+    const char* name;
+    const AttentionKernel<X>* kernel;
+    bool tf32;
+    bool is_naive() const { return !kernel->flash && !tf32; }
+};
+// Those that this GPU runs, slowest first.
+template <class X>
+std::vector<Subject<X>> subjects_on(const Cuda& dev) {
+    std::vector<Subject<X>> all;
+    const AttentionKernels<X> kernels = attention_kernels<X>();
+    for (const AttentionKernel<X>* k = kernels.begin; k != kernels.begin + kernels.count; k++) {
+        if (!k->runs_on(dev)) continue;
+        all.push_back({k->name, k, false});
+        if (!k->flash && std::is_same_v<X, float>) all.push_back({"naive_tf32", k, true});
+    }
+    return all;
+}
+
+// Elements of device memory that start as NaN.
+template <class X>
+struct Poisoned {
+    DeviceMemory memory;
+    Poisoned(const Cuda& dev, size_t count) : memory(poisoned(dev, count * sizeof(X))) {}
+    operator X*() const { return static_cast<X*>(memory.get()); }
+};
+
+// All that a kernel writes, poisoned, and its passes.
+template <class X>
+struct KernelRun {
+    const AttentionKernel<X>& kernel;
+    const AttentionShape s;
+    const size_t n = s.rows() * s.HS;
+    Poisoned<X> out, dqkv, att;
+    Poisoned<float> lse;
+    Poisoned<char> scratch;
+
+    KernelRun(const Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s)
+        : kernel(kernel),
+          s(s),
+          out(dev, n),
+          dqkv(dev, 3 * n),
+          att(dev, kernel.saved_bytes(s) / sizeof(X)),
+          lse(dev, s.rows()),
+          scratch(dev, kernel.scratch_bytes(s)) {}
+    void forward(const Cuda& dev, const X* qkv) const {
+        AttentionForward<X> c = layer_forward<X>(out, lse, qkv, s);
+        c.att = att;
+        kernel.forward(dev, c);
+    }
+    void backward(const Cuda& dev, const X* qkv, const X* dout) const {
+        if (!kernel.has_backward())
+            return;
+        AttentionBackward<X> c = layer_backward<X>(dqkv, dout, out, lse, qkv, s);
+        c.att = att;
+        c.scratch = scratch;
+        kernel.backward(dev, c);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors against the oracle
+
+// q, k, v and dout are (N(0,1) + shift)·factor.
+struct Input {
+    const char *name, *text;
+    float factor[4] = {1, 1, 1, 1}, shift[4] = {};
+};
+
+// x has n elements of N(0,1): qkv (…, 3, C), and then dout (…, C).
+template <class X>
+__global__ void shape_inputs_kernel(X* x, size_t n, int C, Input input) {
+    const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
+    const int part = i < n / 4 * 3 ? i / C % 3 : 3;
+    if (i < n) x[i] = static_cast<X>((to_float(x[i]) + input.shift[part]) * input.factor[part]);
+}
+
+// What a kernel wrote, and its errors.
+template <class X>
+struct Result {
+    const char* name;
+    KernelRun<X> run;
+    Errors errors;
+
+    Result(Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const X* qkv, const X* dout)
+        : name(subject.name), run(dev, *subject.kernel, s), errors(dev, s) {
+        dev.tf32 = subject.tf32;
+        run.forward(dev, qkv);
+        CUDA_CHECK(cudaMemsetAsync(run.scratch, 0xFF, run.kernel.scratch_bytes(s), dev.stream));
+        run.backward(dev, qkv, dout);
+        dev.sync();
+        run.att.memory.reset();
+        run.scratch.memory.reset();
+    }
+};
+
+// Of each subject, on the same input.
+template <class X>
+std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjects, const AttentionShape& s,
+                                const Input& input) {
+    const size_t n = s.rows() * s.HS;
+    const Poisoned<X> inputs(dev, 4 * n);
+    X *const qkv = inputs, *const dout = qkv + 3 * n;
+    fill_normal(dev, qkv, 4 * n, s.Tq);
+    shape_inputs_kernel<<<blocks_of(4 * n), kThreads, 0, dev.stream>>>(qkv, 4 * n, s.NH * s.HS, input);
+    LAUNCH_CHECK("shape_inputs_kernel");
+
+    std::list<Result<X>> results;
+    for (const Subject<X>& subject : subjects) results.emplace_back(dev, subject, s, qkv, dout);
+    for_each_head<X>(dev, qkv, dout, s, [&](const Oracle& oracle, int b, int h) {
+        for (Result<X>& r : results) r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
+    });
+    for (Result<X>& r : results) r.errors.fetch();
+    return results;
+}

@@ -1,0 +1,100 @@
+// Studies whether attention's errors grow with the ranks of a ring. Causal, N(0,1), HS 64.
+//
+// It runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It shows the mean and
+// largest error against fp64 for two ways to carry partial results. Ours carries fp32. The other rounds every call's
+// out, dq, dk and dv to bf16 before it merges them, as a ring over a library's attention does.
+//
+// N ranks may have 1.02 times the mean error of one rank, and 1.1 times its largest error. If ours have more, the exit
+// code is 1, and dev/test_attention would fail.
+//
+// Run: ./dev/study_ring --help
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "dev/common/bench.h"
+#include "dev/common/ring_check.h"
+
+struct Options : Output {
+    int tokens = 8192, heads = 12;
+    std::string dtype = "all";
+};
+
+constexpr int HS = 64;
+
+// Stands in for the GPU in a ring over a library's attention, whose calls have results in `carry`.
+struct Library : Cuda {
+    DType carry = DType::f32;
+};
+
+static __global__ void round_trip_kernel(Heads<float> x, size_t C, size_t n) {
+    const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float& element = x.ptr[i / C * x.token + i % C];
+    element = __bfloat162float(__float2bfloat16_rn(element));
+}
+static void round_trip(const Library& dev, const Heads<float>& x, int T, int NH) {
+    if (dev.carry == DType::f32) return;
+    const size_t C = size_t(NH) * HS;
+    round_trip_kernel<<<static_cast<unsigned>((T * C + 255) / 256), 256, 0, dev.stream>>>(x, C, T * C);
+    LAUNCH_CHECK("round_trip_kernel");
+}
+template <class X>
+void attention_forward(const Library& dev, Attention kind, const AttentionForward<X, float>& c) {
+    attention_forward(static_cast<const Cuda&>(dev), kind, c);
+    round_trip(dev, c.out, c.s.Tq, c.s.NH);
+}
+template <class X>
+void attention_backward(const Library& dev, Attention kind, const AttentionBackward<X, float>& c) {
+    attention_backward(static_cast<const Cuda&>(dev), kind, c);
+    round_trip(dev, c.dq, c.s.Tq, c.s.NH);
+    round_trip(dev, c.dk, c.s.Tk, c.s.NH);
+    round_trip(dev, c.dv, c.s.Tk, c.s.NH);
+}
+
+template <class X>
+void study(Library& dev, const std::vector<DType>& carries, const Options& o, Log& log) {
+    const char* dtype = name_of(dtype_of<X>());
+    const Whole<X, Library> whole(dev, {1, o.tokens, o.tokens, o.heads, HS}, 1, 1, 0);
+    std::printf("T %d: mean and largest error against fp64, and as multiples of one rank's\n", o.tokens);
+    for (const DType carry : carries) {
+        dev.carry = carry;
+        TensorErrors one;
+        for (int ranks : {1, 2, 4, 8, 16}) {
+            PieceErrors<X, Library> errors;
+            add_local_ring(errors, whole, ranks);
+            if (ranks == 1) one = errors.pieces;
+            if (carry == DType::f32) check_flat(errors.pieces, one, ring_name(whole.s, ranks));
+            for (int tensor : {Out, Dq, Dk, Dv}) {
+                const ErrorOf& e = errors.pieces[tensor];
+                const double mean_ratio = e.mean() / one[tensor].mean(), max_ratio = e.largest / one[tensor].largest;
+                std::printf("%s, carried in %s, %2d ranks, %-3s: %.2e (%.2f), largest %.2e (%.2f)\n", dtype,
+                            name_of(carry), ranks, kNames[tensor], e.mean(), mean_ratio, e.largest, max_ratio);
+                Row row = result_row(dev, "ring");
+                row.add("study", "ring").add("dtype", dtype).add("T", o.tokens).add("NH", o.heads).add("HS", HS);
+                row.add("carry", name_of(carry)).add("ranks", ranks).add("tensor", kNames[tensor]);
+                row.add("mean_error", e.mean()).add("max_error", e.largest);
+                log.write(row.add("mean_ratio", mean_ratio).add("max_ratio", max_ratio));
+            }
+        }
+    }
+}
+
+int main(int argc, char** argv) {
+    Options o;
+    const std::vector<Option> table = {
+        {"--tokens", "", Option::Int, &o.tokens, "T, a multiple of 32", "32..65536"},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
+    };
+    const char* const about = "Errors of attention over a ring.";
+    return bench_main(argc, argv, "study_ring", about, "ring.jsonl", o, table, [&] {
+        if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
+        Library dev;
+        dev.tf32 = false;
+        Log log = results_log(dev, "ring", o);
+        if (o.dtype != "bf16") study<float>(dev, {DType::f32}, o, log);
+        if (o.dtype != "fp32") study<bf16>(dev, {DType::f32, DType::bf16}, o, log);
+        return test::failed_checks() ? 1 : 0;
+    });
+}

@@ -1,0 +1,90 @@
+// Forked processes, for tests. What they print on stdout and stderr can be read back.
+#pragma once
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "dev/common/test.h"
+#include "parallel/meet.h"
+
+inline void sleep_for(double seconds) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+inline int count_of(const std::string& text, const std::string& part) {
+    int n = 0;
+    for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) n++;
+    return n;
+}
+
+// A port of this machine at which nobody listens, outside of what the system itself gives to connections.
+inline int free_port() {
+    static int port = 10000 + getpid() % 10000;
+    while (test::error_of([] { close(listen_at("127.0.0.1", ++port)); }) != "") continue;
+    return port;
+}
+
+struct Processes {
+    std::vector<pid_t> pids;
+    FILE* output = std::tmpfile();
+
+    ~Processes() {
+        for (pid_t pid : pids) {
+            kill(pid, SIGKILL);
+            waitpid(pid, nullptr, 0);
+        }
+        std::fclose(output);
+    }
+    // Exits with the body's result, with 1 and its message if it throws, or with 99 after failed checks.
+    void start(const std::function<int()>& body) {
+        std::fflush(stdout);
+        pids.push_back(fork());
+        if (pids.back() > 0) return;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        signal(SIGALRM, SIG_DFL);  // the test's own handler is for its own limit
+        alarm(120);                // nobody waits longer
+        dup2(fileno(output), 1);
+        dup2(fileno(output), 2);
+        test::failed_checks() = 0;
+        const int code = run_program("rank", body);
+        std::fflush(stdout);
+        _exit(test::failed_checks() ? 99 : code);
+    }
+    std::string text() const {
+        std::string all(1 << 16, '\0');
+        all.resize(static_cast<size_t>(std::max<ssize_t>(0, pread(fileno(output), all.data(), all.size(), 0))));
+        return all;
+    }
+    void wait_for(const std::string& part, int times) const {
+        for (int i = 0; i < 2000 && count_of(text(), part) < times; i++) sleep_for(0.01);
+    }
+    // Exit codes in the order of starting, where signal n counts as 128 + n.
+    std::vector<int> wait() {
+        std::vector<int> codes;
+        for (pid_t pid : pids) {
+            int status = 0;
+            waitpid(pid, &status, 0);
+            codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+        }
+        pids.clear();
+        return codes;
+    }
+    // Checks how they end, and that what they print has these parts.
+    void check(const std::vector<int>& codes, const std::vector<std::string>& parts = {}, int line = __builtin_LINE()) {
+        std::string wrong;
+        const std::vector<int> ended = wait();
+        if (ended != codes)
+            for (int code : ended) wrong += format(" ended with %d", code);
+        for (const std::string& part : parts)
+            if (count_of(text(), part) == 0) wrong += " without \"" + part + "\"";
+        if (!wrong.empty()) test::report("processes", line, wrong + ": " + text());
+    }
+};

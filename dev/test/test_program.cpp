@@ -1,0 +1,638 @@
+// Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes and files are
+// checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on
+// any machine.
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <csignal>
+#include <set>
+
+#include "cuda/cuda.h"
+#include "data/loader.h"
+#include "data/text.h"
+#include "dev/common/bounds.h"
+#include "dev/test/processes.h"
+#include "dev/test/program.h"
+#include "run/checkpoint.h"
+#include "run/log.h"
+
+namespace {
+
+// A model that has taken one step.
+const std::string& model() {
+    static const std::string out = dir() + "/model", path = model_path(out, 1);
+    if (!exists(path)) CHECK_RUN(run(tiny() + "-x 1 -o " + out), 0, "checkpoint");
+    return path;
+}
+
+struct Command {
+    int code;
+    std::string arguments, says;
+};
+// What a single process says when it fails is one line, and its last.
+void check_commands(const std::vector<Command>& commands) {
+    for (const Command& c : commands) {
+        const int failed = test::failed_checks();
+        const Result r = run(c.arguments);
+        const std::string error = r.out.substr(std::min(r.out.find("train_gpt2cu:"), r.out.size()));
+        CHECK_RUN((Result{r.code, c.code ? error : r.out}), c.code, c.says);
+        if (!contains(c.arguments, "--gpus")) CHECK(std::count(error.begin(), error.end(), '\n') == (c.code ? 1 : 0));
+        if (test::failed_checks() > failed) std::printf("  by ./train_gpt2cu %s\n", c.arguments.c_str());
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two. What CPU ranks compute is
+// checked elsewhere, because dev/test_recipe compares it with fp64.
+
+std::string small_steps(const std::string& device) {
+    return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " + text_file() + " ";
+}
+const std::string kRanks = small_steps("cpu") + "-k constant -u 0 ",
+                  kGpus = small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
+// How many GPUs to use, 2 or 4.
+int two_gpus() {
+    const int gpus = Cuda::count();
+    if (gpus < 2) SKIP("%d GPUs", gpus);
+    return gpus < 4 ? 2 : 4;
+}
+
+// The largest |a − b|/b of the losses that two runs logged, each of them `count`. Otherwise NaN, which is near nothing.
+double apart(const std::string& run, const std::string& other, const char* kind, size_t count) {
+    const std::vector<double> a = values(run, kind, "loss_nats"), b = values(other, kind, "loss_nats");
+    double worst = a.size() == count && b.size() == count ? 0 : NAN;
+    for (size_t i = 0; i < std::min(a.size(), b.size()); i++) keep_worst(worst, std::fabs(a[i] - b[i]) / b[i]);
+    return worst;
+}
+
+// A shell prefix that makes the following program rank `rank` of `size`.
+std::string as_rank(int rank, int size, int port) {
+    return format("MASTER_ADDR=127.0.0.1 MASTER_PORT=%d RANK=%d WORLD_SIZE=%d ", port, rank, size);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options
+
+// What the program makes of arguments: the options that no longer have their defaults, or what is wrong.
+static std::string parsed(const std::vector<std::string>& arguments) {
+    Options o, fresh;
+    try {
+        o = options_of(arguments);
+    } catch (const UsageError& e) {
+        return e.what();
+    }
+    std::istringstream lines(options_changed(o.table(), fresh.table()));
+    std::string changed;
+    for (std::string line; std::getline(lines, line);) changed += line.substr(std::min<size_t>(line.size(), 17));
+    return changed;
+}
+
+TEST(arguments_and_their_errors) {
+    const struct {
+        std::vector<std::string> arguments;
+        std::string result;  // of an error how it begins
+    } cases[] = {
+        {{}, ""},
+        {{"-i", "x", "--train-data="}, "--train-data (-i) is given twice"},
+        {{"--no-shuffle=1", "-a", "0"}, "  --no-shuffle"},
+        {{"-a", "-b", "7"}, "  --batch 7  --overfit"},                           // a flag takes 0 or 1, no option
+        {{"--train-data=runs/lr=1e-3.bin"},
+         "  --train-data 'runs/lr=1e-3.bin'"},  // the first = ends the name
+        {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},     // the ends of ranges
+        {{"-q", "1.00000001"}, "--final-lr (-q): \"1.00000001\" is out of range 0..1"},  // 1 as a float
+        {{"-q", "-1e-8"}, "--final-lr (-q): \"-1e-8\" is out of range 0..1"},
+        {{"-r", "3"}, "--recompute (-r): \"3\" is out of range 0..2"},
+        {{"--eval-only=yes"}, "--eval-only: \"yes\" is not 0 or 1"},
+        {{"--prompt", "a b=c"}, "  --prompt 'a b=c'"},
+        {{"--train-data=--batch"}, "  --train-data --batch"},  // how to give a value that looks like an option
+        {{"-b", "8", "--help", "--nonsense"}, "  --batch 8"},  // --help ends it
+        {{"-a", "data.bin"}, "unknown option data.bin; see --help, for llm.c's FROM_LLMC.md, and quote patterns"},
+        {{"-b"}, "--batch (-b) needs a value"},
+        {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value"},
+        {{"-i", "-nk", "3"}, "--train-data (-i) needs a value"},
+        {{"--device", "cu"}, "--device: \"cu\" is not one of auto|cuda|cpu"},
+        {{"-b", "99999999999999999999"},
+         "--batch (-b): \"99999999999999999999\" is out of range 1..65536"},
+        {{"-l", "0e-999"}, "  --lr 0"},
+        // What a user gives is no default in disguise.
+        {{"-l", "-1"}, "--lr (-l): \"-1\" is out of range"},
+        {{"-l", "-0.5"}, "--lr (-l): \"-0.5\" is out of range"},
+        {{"-l", "1e-400"}, "--lr (-l): \"1e-400\" is too small"},
+        {{"--max-norm", "1e-46"}, "--max-norm: \"1e-46\" is too small"},  // no float, but a double
+        {{"--temperature", "1e-400"}, "--temperature: \"1e-400\" is too small"},
+        {{"-c", "1e-30", "-q", "0.0e-400"}, "  --final-lr 0  --weight-decay 1e-30"},
+        {{"-u", "-1"}, "--warmup (-u): \"-1\" is out of range"},
+        {{"-b", "0"}, "--batch (-b): \"0\" is out of range"},
+        {{"-t", "0"}, "--tokens (-t): \"0\" is out of range"},
+        {{"-d", "0"}, "--tokens-per-step (-d): \"0\" is out of range"},
+        {{"-m", "0"}, "--val-batches (-m): \"0\" is out of range -1 or 1.."},
+        {{"-m", "-2"}, "--val-batches (-m): \"-2\" is out of range -1 or 1.."},
+        {{"-m", "-1"}, "  --val-batches -1"},
+        {{"--gpus", "0"}, "--gpus: \"0\" is out of range"},
+        {{"-z", "-1"}, "--zero (-z): \"-1\" is out of range"},
+        {{"--overlap", "-1"}, "--overlap: \"-1\" is out of range"},
+        {{"--generate", "0"}, "--generate: \"0\" is out of range"},
+        {{"--profile", "0"}, "--profile: \"0\" is out of range"},
+        // llm.c's users write these.
+        {{"-v", "0", "-s", "0", "-x", "-1", "-n", "0", "-nk", "0", "-nm", "0", "-y", "0"},
+         "  --val-every 0  --sample-every 0"},
+        {{"-v", "-1", "-s", "-1", "-z", "1", "-r", "1"}, "  --zero 1"}};
+    std::set<void*> values;  // each has its own
+    for (const Option& o : Options().table()) values.insert(o.value);
+    CHECK(values.size() == Options().table().size());
+    for (const auto& [arguments, result] : cases) {
+        const std::string found = parsed(arguments);
+        const bool is_error = !result.empty() && result[0] != ' ';
+        if (is_error ? found.find(result) != 0 : found != result)
+            test::report(__FILE__, __LINE__, format("expected \"%s\", got \"%s\"", result.c_str(), found.c_str()));
+    }
+    for (const char* value : {"", "x", "3x", " 3", "3.5", "1e3", "0x10", "+3", "-"})
+        CHECK(parsed({"-b", value}) == format("--batch (-b): \"%s\" is not an integer", value));
+    for (const char* value : {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1", "0,1", "lr"})
+        CHECK(parsed({"-l", value}) == format("--lr (-l): \"%s\" is not a finite number", value));
+    for (const char* path : {"-i", "-j", "-e", "-o", "--hellaswag", "--tokenizer"})
+        CHECK(contains(parsed({path, ""}), "is no path"));
+    CHECK(parsed({"--prompt", ""}).empty());
+}
+
+// Nothing that is given is ignored. The table says which modes use an option: t is training, p is
+// --profile, e is --eval-only and g is --generate. --memory asks about a command that trains or
+// generates, and takes what that command takes.
+TEST(options_that_a_mode_would_ignore_are_named) {
+    const std::pair<const char*, const char*> users[] = {
+        {"tpeg", "--init --precision --attention --device --no-tf32 --tokens --seed --tokenizer"},
+        {"tpe", "--val-data --gpus --context-parallel --timeout --batch --val-batches --hellaswag"},
+        {"tpg", "--prompt --temperature --top-k"},
+        {"tp", "--train-data --recompute --zero --overlap --tokens-per-step"},
+        {"tp", "--no-shuffle --overfit"},
+        {"tp", "--lr --warmup --final-lr --schedule --weight-decay --beta2 --max-norm"},
+        {"tp", "--val-every --sample-every --sample-length"},
+        {"tg", "--memory"},
+        {"t", "--max-steps --output-dir --checkpoint-every --keep --keep-every --resume"},
+        {"p", "--profile"},
+        {"e", "--eval-only"},
+        {"g", "--generate --samples"},
+    };
+    std::map<std::string, std::string> users_of;
+    for (const auto& [modes, options] : users)
+        for (const std::string& option : split(options, " "))
+            users_of[option] = modes;
+
+    for (const Option& tried : Options().table()) {
+        if (!users_of.count(tried.name))
+            continue;
+        for (const char mode : std::string("tpeg")) {
+            Options o;
+            o.profile = mode == 'p';
+            o.eval_only = mode == 'e';
+            o.generate = mode == 'g';
+            std::vector<Option> table = o.table();
+            for (Option& option : table)
+                option.given = option.name == std::string(tried.name);
+
+            const std::string error = test::error_of([&] { check_all_are_used(o, table); });
+            const bool used = contains(users_of.at(tried.name), std::string(1, mode));
+            if (used != error.empty() || contains(error, title(tried)) == used)
+                test::report(__FILE__, __LINE__,
+                             format("%s, %c: %s", tried.name, mode, error.c_str()));
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The program
+
+// Parsing has its errors above.
+TEST(usage_errors_exit_with_2) {
+    const std::string with_model = "--device cpu -e " + model() + " ";
+    const std::string evaluate = with_model + "--eval-only -j " + text_file() + " ";
+    const std::string generate = with_model + "--generate 5 ";
+    check_commands({
+        {0, "-h", "usage: train_gpt2cu"},
+        {0, "--version", "train_gpt2cu " + shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1 | tr -d '\\n'").out},
+        {2, "-h 1", "train_gpt2cu: unknown option -h"},
+        {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
+        {2, "--bat 4", "train_gpt2cu: unknown option --bat; see --help"},
+        {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
+        {2, "--device cpu -e run", "--init run: holds no run of ours; give a model file"},
+        {2, "--device cpu --precision bf16", "--precision bf16 needs a GPU"},
+        {2, "--device cpu --generate 5", "--generate needs a trained model"},
+        {2, "--device auto --generate 5 -e x --gpus 2", "--generate"},
+        {2, "--device cpu --generate 5 -e x --eval-only", "--generate"},
+        {2, "--device cpu --eval-only", "--eval-only needs a model"},
+        {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
+        {2, tiny() + "-y 1", "need a directory: give it with -o"},
+        {2, tiny() + "--profile 1 -o x", "--output-dir (-o)"},
+        {2, tiny() + "--profile 1 -x 9", "--max-steps (-x)"},
+        {2, tiny() + "--profile 1 --memory", "--memory"},
+        {2, tiny() + "-x 1 --samples 2", "--samples"},
+        {2, evaluate + "--memory", "--memory"},
+        {2, evaluate + "--profile 1", "--profile"},
+        {2, evaluate + "-y -o " + dir() + "/evaluated", "--output-dir (-o), --resume (-y)"},
+        {2, evaluate + "-x 1", "--max-steps (-x)"},
+        {0, evaluate + "-y 0 -m 1 -b 1 -t 16", "val loss"},
+        {2, generate + "--hellaswag x", "--hellaswag"},
+        {2, generate + "-j x", "--val-data (-j)"},
+        {2, generate + "--profile 1", "--profile"},
+        {2, generate + "-b 2", "--batch (-b)"},
+        {2, generate + "-o " + dir() + "/generated", "--output-dir (-o)"},
+        {2, "--device cpu --generate 0 -e " + model(), "--generate"},
+        {2, tiny() + "-x 1 -o ''", "--output-dir (-o)"},
+        {2, tiny() + "-x 1 --lr 1e-400", "--lr (-l)"},
+        {2, tiny() + "-d 100", "not a multiple"},
+        {0, kRanks + "--memory --gpus 3 -d 96", ""},  // three ranks do not divide 128 channels
+        {2, kRanks + "--memory --gpus 3", "B·T·ranks"},
+        {2, kRanks + "--memory --gpus 3 -d 96 --zero 1", "--zero 0"},
+        {2, kRanks + "--memory --gpus 4 --context-parallel 3", "use --gpus 6"},
+        // an int must be able to count a step's tokens, and a quarter of its range a micro-batch's
+        {0, "--device cpu -e tiny --memory --gpus 4 -b 65535 -t 8192", ""},
+        {2, "--device cpu -e tiny --memory --gpus 5 -b 65535 -t 8192", "too many tokens for a step"},
+        {2, "--device cpu -e tiny --memory -b 65536 -t 8192", "too many tokens for a micro-batch"},
+        {2, "--device cpu -e tiny --memory -b 65536 -t 4194304", "too many tokens for a micro-batch"},
+        {2, kRanks + "--memory -t 36 --gpus 4 --context-parallel 4", "use -t 32"},
+        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --attention naive", "--attention flash"},
+        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --hellaswag x", "--hellaswag"},
+    });
+    for (const char* never_made : {"/evaluated", "/generated"})
+        CHECK(!exists(dir() + never_made));
+    CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2, "--device cpu has one rank: leave out --gpus");
+    CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
+    CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
+}
+
+TEST(other_errors_exit_with_1) {
+    const std::string bad = dir() + "/bad.bin", logged = dir() + "/logged";
+    write_file(bad, std::string(2000, 'x'));
+    std::filesystem::create_directory(logged);
+    write_file(logged + "/log.jsonl", "{}\n");
+    check_commands({
+        {0, "--device cpu --generate 2 -e " + dir() + "/model", ""},  // the newest checkpoint there
+        {0, "--device cpu --generate 2 -t 300 -e " + model(), ""},    // a sample needs only its own
+        {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
+        {0, tiny() + "-t 300 -x 1", "300 positions"},
+        {1, "--device cpu -e " + bad, "20240326"},
+        {1, tiny() + "-b 16384 -x 1", "sequences of 64, and a batch takes 16384"},
+        {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
+        {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
+        {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
+        {1, tiny() + "-x 1 -o " + logged, logged + ": has an earlier run"},
+    });
+    const std::string pointer = dir() + "/pointer.txt";
+    write_file(pointer, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n");
+    for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "})
+        check_commands({{1, tiny() + "-x 1 " + option + pointer, pointer + ": a Git LFS pointer"}});
+    const std::string pipe = dir() + "/pipe";  // which would never answer
+    mkfifo(pipe.c_str(), 0600);
+    for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "})
+        check_commands({{1, tiny() + "-x 1 " + option + pipe, pipe + ": not a regular file"}});
+    const std::string why = exists("/dev/nvidiactl") ? "" : "--device cuda: no NVIDIA driver was found";
+    if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
+    CHECK(contains(missing_kernels(90, false), "make ARCH=90a") && !*missing_kernels(90, true) &&
+          !*missing_kernels(80, false));
+    CHECK(read_file(logged + "/log.jsonl") == "{}\n");
+    write_file(logged + "/log.jsonl", "");
+    CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
+}
+
+// A stream that is closed does not become the log, and one that cannot be written does not go unnoticed.
+TEST(standard_streams_may_be_closed_or_full) {
+    const std::string out = dir() + "/closed", command = "./train_gpt2cu " + tiny() + "-x 2 ";
+    CHECK_RUN(shell(command + "-o " + out + " <&- >&- 2>&-"), 0, "");
+    CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
+    for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
+        CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
+}
+
+// What a command prints into a pipe that is full at first, and that another program has made
+// non-blocking for all.
+static Result into_full_pipe(const std::string& arguments) {
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    CHECK(fcntl(ends[1], F_SETFL, O_NONBLOCK) == 0);
+    const std::string filling(fcntl(ends[1], F_SETPIPE_SZ, 4096), '.');
+    CHECK(write(ends[1], filling.data(), filling.size()) == ssize_t(filling.size()));
+
+    Processes process;
+    process.start([&] {
+        dup2(ends[1], STDOUT_FILENO);
+        dup2(ends[1], STDERR_FILENO);
+        close(ends[0]);
+        close(ends[1]);
+        execl("/bin/sh", "sh", "-c", ("exec " + command(arguments)).c_str(), nullptr);
+        return 1;
+    });
+    close(ends[1]);
+    sleep_for(0.5);  // the reader is slow
+
+    std::string text;
+    char part[1000];
+    for (ssize_t n; (n = read(ends[0], part, sizeof part)) > 0;)
+        text.append(part, n);
+    close(ends[0]);
+    return {process.wait()[0], text.substr(std::min(filling.size(), text.size()))};
+}
+TEST(no_line_is_lost_in_a_pipe_that_does_not_block) {
+    for (const std::string& arguments : {std::string("--help"), std::string("--nonsense")}) {  // stdout, stderr
+        const Result expected = run(arguments);
+        const Result found = into_full_pipe(arguments);
+        CHECK(found.code == expected.code && found.out == expected.out);
+    }
+    CHECK_RUN(into_full_pipe(tiny() + "-x 3"), 0, "device  ", "step 1/3", "step 3/3", "nothing was kept");
+}
+
+TEST(texts_are_streamed) {
+    const std::string generate = "--device cpu -e " + model() + " --generate 50 --prompt 'Twelve chars' ";
+    const auto text = [&](const std::string& options) { return run(generate + "2>/dev/null " + options).out; };
+    CHECK(text("--seed 3 --samples 2") == text("--seed 3") + "---\n" + text("--seed 4"));
+    CHECK_RUN(run(generate + "-t 8"), 0, "Twelve chars", " tokens in ", " tokens/s\n");
+    CHECK_RUN(run(generate + "--memory"), 0, "activations  qkv        fp32       4         393216 ");  // 256·3·128 each
+    // Texts without an end: a reader that has enough, and a full disk.
+    const std::string endless = generate + "--samples 1000000 ";
+    const Result closed = shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
+    CHECK_RUN(closed, 0, "Twelve chars", "cannot write: Broken pipe", "code 1\n");
+    CHECK_RUN(run(endless + ">/dev/full"), 1, "the text: cannot write: No space left on device");
+}
+
+// As the first process of a container, to which the kernel brings no signal without a handler.
+TEST(a_text_without_end_ends_by_a_signal_in_a_container) {
+    const std::string way = "unshare --pid --fork --kill-child --map-root-user ";
+    if (shell(way + "true").code)
+        SKIP("unshare is not permitted here");
+    const std::string endless = "--device cpu -e " + model() + " --generate 5 --samples 1000000";
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        std::signal(signal, SIG_DFL);  // whoever started this test may ignore it
+        const std::string act = format("kill -%d $(ranks)", signal);
+        CHECK_RUN(run_and_act(endless, "---", act, way), 128 + signal);
+    }
+}
+
+// A file or a pipe gets a text byte by byte. On a terminal it must not be a command to it.
+TEST(control_characters_reach_files_and_no_terminal) {
+    const std::string text = "a\r\f\x1b[2J\x07\x7f\xC2\x9B\xFF\tz", bad = "\xEF\xBF\xBD";
+    const std::string shown = "a" + bad + bad + bad + "[2J" + bad + bad + bad + bad + "\tz";
+    const std::string prompt = "--temperature 0 --prompt " + shell_quoted(text);
+    const std::string generate = "./train_gpt2cu --device cpu --generate 1 -e " + model();
+    const std::string train = "./train_gpt2cu " + given_once(tiny() + "-x 1 -s 1 -g 1");
+    for (const std::string& command : {generate + " " + prompt, train + " " + prompt}) {
+        CHECK(contains(shell(command).out, text));
+        const std::string file = dir() + "/printed";
+        CHECK_RUN(shell(command + " >" + file), 0, "");
+        CHECK(contains(read_file(file), text));
+
+        const int screen = posix_openpt(O_RDWR | O_NOCTTY);
+        if (screen < 0 || grantpt(screen) || unlockpt(screen))
+            SKIP("no terminal here");
+        const std::string terminal = ptsname(screen);
+        const int held = open(terminal.c_str(), O_RDWR | O_NOCTTY);  // until all has been read
+        CHECK_RUN(shell(command + " 2>/dev/null >" + terminal), 0, "");
+        std::string seen(1 << 16, '\0');
+        seen.resize(std::max<ssize_t>(0, ::read(screen, seen.data(), seen.size())));
+        close(held);
+        for (ssize_t n = 1; n > 0;) {
+            char more[4096];
+            n = ::read(screen, more, sizeof more);
+            seen.append(more, std::max<ssize_t>(0, n));
+        }
+        close(screen);
+        CHECK(contains(seen, shown) && !contains(seen, "\x1b") && !contains(seen, "\f"));
+    }
+}
+
+// The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
+TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
+    for (const auto& [token, vocabulary] :
+         {std::pair{50255, "vocabulary 50257 (padded 50304)"}, {256, "vocabulary 257 (padded 384)"}}) {
+        const std::string data = write_shard(dir() + "/shard.bin", std::vector<int>(99, token));
+        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -v 0 -i " + text_file() + " -j " + data), 0, vocabulary,
+                  "sample\n");
+    }
+    CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
+}
+
+TEST(memory_table_and_profile) {
+    // In a layer of d12 a token has 10·768 floats of qkv, atty, residual2, fch and residual3. Its layer norms have four
+    // statistics, and lse 12. Outside the layers they are 2·768 + 2. The layer norms' outputs (768 each) and GELU's
+    // (4·768) are kept for each layer, or once.
+    const char* qkvw = "parameters   qkvw       fp32      12       21233664        81.00 ";  // 3·768·768·12
+    for (const auto& [options, bytes_per_token] :
+         {std::pair{"d12 -r 0", " 596744.0\n"}, {"gpt2:d12 -r 1", " 461576.0\n"}, {"gpt2:d12 -r 2", " 393992.0\n"}})
+        CHECK_RUN(run(std::string("--device cpu --memory -e ") + options), 0, qkvw, bytes_per_token);
+    // A run has what the table says, and dev/test_gpt2 what is allocated. The moments are as large as the parameters twice.
+    const std::string table = run(tiny() + "--memory").out, described = run(tiny() + "-x 0").out;
+    const double total = number_after(described, "\nmemory "), parameters = number_after(described, ": parameters ");
+    CHECK(parameters > 2);
+    CHECK_NEAR(number_after(table, "total, and activations per token "), total, 0.06);
+    CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), 3 * parameters, 0.2);
+    CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
+}
+
+// At the end of a run stands a command that works.
+TEST(a_run_says_what_it_does_and_what_is_next) {
+    CHECK_RUN(run(tiny() + "-x 3 -a"), 0, "--tokens-per-step 128  --max-steps 3  --overfit\n",
+              "--lr 0.002  --warmup 1\n", " tok/s\nnothing was kept: -o DIR keeps");
+    const std::string said = run(tiny() + "-x 1 -o " + dir() + "/says").out;
+    CHECK_RUN(shell("eval '" + said.substr(said.rfind("next: ") + 6) + "'"), 0, "Once");
+}
+
+// Wherever the program is, and whatever its folder and the run's are called.
+TEST(the_next_command_works_where_it_was_printed) {
+    const std::string here = dir() + "/where it's $HOME";
+    const std::string folder = "lr=1 $x", program = folder + "/it's \\ the\nprogram";
+    std::filesystem::create_directories(here + "/" + folder);
+    std::filesystem::create_directory(here + "/bin");
+    const auto built = std::filesystem::absolute("train_gpt2cu");
+    for (const std::string& link : {program, std::string("bin/gpt2")})
+        std::filesystem::create_symlink(built, here + "/" + link);
+
+    const std::pair<std::string, std::string> cases[] = {
+        {"./" + program, "run"},  {program, "lr=1"},         {"gpt2", "found"}, {"gpt2", "-run"},
+        {"gpt2", "-x"},           {"gpt2", "--lr=1"},        {"gpt2", "tiny"},  {"gpt2", "two\nlines"},
+        {"gpt2", "$HOME `x` a b"}, {"gpt2", "\\n'it\"s;|&*"},
+    };
+    for (const auto& [called, out] : cases) {
+        const auto in_here = [&](const std::string& command) {
+            return shell("export OMP_NUM_THREADS=1; cd " + shell_quoted(here) +
+                         " && PATH=$PWD/bin:$PATH && " + command);
+        };
+        const std::string options = tiny() + "-x 1 --output-dir=" + shell_quoted(out);
+        const std::string said = in_here(shell_quoted(called) + " " + options).out;
+        const std::string sign = "\nnext: ", many = "--generate 500", few = "--generate 5";
+        std::string next = said.substr(std::min(said.find(sign) + sign.size(), said.size()));
+        CHECK(contains(next, many));
+        next.replace(std::min(next.find(many), next.size()), many.size(), few);  // takes less time
+        write_file(here + "/next.sh", next);
+        CHECK_RUN(in_here("sh next.sh"), 0, "Once", " tokens/s");
+    }
+}
+
+// On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.
+// dev/test_resume has more, on the CPU.
+TEST(resume_is_bit_exact_gpu) {
+    if (Cuda::count() == 0) SKIP("no GPU");
+    for (const std::string precision : {"bf16", "fp32"}) {
+        const std::string straight = dir() + "/straight_" + precision, resumed = dir() + "/resumed_" + precision;
+        const std::string options = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -k constant -u 0 -i " + text_file() +
+                                    " --precision " + precision + " -o ";
+        CHECK_RUN(run(options + straight + " -x 20"), 0, "step 20/20");
+        CHECK_RUN(run(options + resumed + " -x 10"), 0, "step 10/10");
+        CHECK_RUN(run(options + resumed + " -x 20 -y 1"), 0, "resumed at step 10");
+        for (const auto& path : {model_path, state_path}) {
+            const std::string whole = read_file(path(straight, 20));
+            CHECK(!whole.empty() && whole == read_file(path(resumed, 20)));
+        }
+    }
+}
+
+// Both interrupts come in the second step, the second one when a second has passed. On one thread that step computes for
+// longer than 50 ms before the first and 50 ms after it, however fast the machine is.
+TEST(a_second_interrupt_a_second_later_ends_the_step) {
+    const std::string out = dir() + "/second";
+    signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
+    setenv("OMP_THREAD_LIMIT", "1", 1);
+    const Result r = run_and_act(
+        "--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
+        "used() { cut -d' ' -f14 /proc/$pid/stat; }; compute() { end=$(($(used) + 5)); while [ $(used) -lt $end ]; do "
+        "kill -s CONT $pid; sleep 0.001; kill -s STOP $pid; done; }; "
+        "compute; kill -s INT $pid; compute; sleep 1.2; kill -s INT $pid");
+    unsetenv("OMP_THREAD_LIMIT");
+    CHECK(r.code == 130 && !contains(r.out, "interrupted at step") && newest_model(out) == -1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Several ranks
+
+// Trains alone and in other ways on the first GPUs. In bf16 a tiny model's losses diverge soon after any difference. If
+// sequences are shared, they may do so by no more than with another seed.
+TEST(gpus_train_as_one) {
+    const int gpus = two_gpus();
+    for (const bool shared : {false, true})
+        for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+            const bool fp32 = precision[0] == 'f';
+            const std::string command = kGpus + (shared ? "-b 2 -t 256 -d 1024" : "") +
+                                        " -x 20 -v 10 -m 5 --precision " + precision + " ",
+                              one = dir() + format("/gpu_%d_%d", shared, fp32), other_seed = one + "_seed";
+            CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
+            if (shared) CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
+            std::vector<std::string> ways = {"--gpus 2 --zero 0 --overlap 1", "--gpus 2 --zero 1 --overlap 0"};
+            if (fp32) ways.insert(ways.end(), {"--gpus 2 --zero 0 --overlap 0", "--gpus 2 --zero 1 --overlap 1"});
+            if (shared) ways = {"--gpus 2 --context-parallel 2"};
+            for (size_t i = 0, n = ways.size(); gpus == 4 && i < n; i++) ways.push_back("--gpus 4" + ways[i].substr(8));
+            if (shared && gpus == 4) ways.push_back("--gpus 4 --context-parallel 4");
+            for (size_t i = 0; i < ways.size(); i++) {
+                const std::string several = one + format("_%zu", i);
+                CHECK_RUN(run(command + ways[i] + " -o " + several), 0, "step 20/20");
+                for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}}) {
+                    const double tolerance = fp32 ? 1e-3 : shared ? apart(other_seed, one, kind, count) : 2e-2;
+                    CHECK_NEAR(apart(several, one, kind, count), 0, tolerance);
+                }
+            }
+        }
+}
+
+// Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank that never stopped.
+static std::string check_regrouped(const std::string& options, int most, double tolerance) {
+    const std::string straight = dir() + format("/straight_%g", tolerance), out = straight + "_re";
+    CHECK_RUN(run(options + "-v 0 -x 12 -o " + straight), 0, "step 12/12");
+    CHECK_RUN(run(options + format("-v 0 -x 4 --gpus %d -o ", most) + out), 0, "--zero 1");
+    CHECK_RUN(run(options + "-v 0 -x 8 -y 1 -o " + out), 0, "resumed at step 4");
+    CHECK_RUN(run(options + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
+    CHECK_NEAR(apart(out, straight, "train", 12), 0, tolerance);
+    return out;
+}
+TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
+    const std::string out = check_regrouped(kRanks, 4, 1e-4);
+    CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(out, 12)), 0, "");
+}
+TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
+    check_regrouped(kGpus + "--precision bf16 ", two_gpus(), 2e-2);
+}
+
+// Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody is left. Resuming takes
+// as long as a job, so only a job that was killed and one that was told to end go on.
+TEST(a_job_ends_as_a_whole) {
+    const int gpus = two_gpus();
+    const struct {
+        const char *options, *act;
+        int code;
+        const char* says;
+        bool resumes = false;
+    } cases[] = {
+        {"-n 1 -nk 3", "kill -9 $(ranks | head -n 1)", 137, "train_gpt2cu: rank 0 (pid ", true},
+        {"-n 1 -nk 3", "kill -9 $(ranks | tail -n 1)", 137, ") was killed by signal 9"},
+        {"-n 1 -nk 3 --timeout 8", "kill -STOP $(ranks | tail -n 1)", 1, ": no progress for 8 s"},
+        {"", "kill -s TERM $pid", 143, "\ncheckpoint ", true},
+        {"", "kill -s TERM $(ranks | tail -n 1)", 143, "\ncheckpoint "},
+    };
+    int n = 0;
+    for (const auto& c : cases) {
+        const int failed = test::failed_checks();
+        const std::string out = dir() + format("/job_%d", ++n), options = kGpus + "-v 0 -o " + out;
+        CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options, "step 5/", c.act), c.code,
+                  c.says);
+        CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());
+        const int step = newest_model(out);
+        CHECK(step > 0);
+        if (c.resumes) CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0, format("resumed at step %d\n", step));
+        if (test::failed_checks() > failed) std::printf("  in case %d: %s, %s\n", n, c.options, c.act);
+    }
+}
+
+// Two ranks that nobody's parent watches share one GPU. NCCL refuses that on one machine, so it is told that they are on
+// two. A signal to one stops both at one step. If one dies, the other gives up.
+TEST(ranks_by_hand) {
+    if (Cuda::count() == 0) SKIP("no GPU");
+    int port = 20000 + getpid() % 12000;
+    for (const auto& [signal, code] : {std::pair{"TERM", 143}, {"KILL", 1}}) {
+        const std::string out = dir() + "/by_hand_" + signal, options = kGpus + "-v 0 -o " + out;
+        std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out + "/log.jsonl; do sleep 0.1; done; }; ";
+        for (const int rank : {0, 1})
+            command += as_rank(rank, 2, port) + format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
+                       given_once(options + " -x 1000000 --timeout 8") + "& ";
+        const Result r = shell(command + "sign; kill -s " + signal + " $!; wait %1; echo first $?; wait $!");
+        CHECK_RUN(r, code == 1 ? 137 : code, format("first %d\n", code), code == 1 ? "rank 0 at step" : "checkpoint ");
+        port++;
+    }
+}
+
+// dev/test_launch has what ranks say to each other, and dev/test_faults differences in the data.
+TEST(ranks_that_differ_are_refused) {
+    if (Cuda::count() == 0) SKIP("no GPU");
+    const std::string changed = dir() + "/changed", options = " " + small_steps("cuda") + "-v 0 -x 2 ";
+    std::filesystem::copy_file("train_gpt2cu", changed);
+    std::ofstream(changed, std::ios::app) << "x";
+    int port = 20000 + getpid() % 12000;  // below those that Linux gives to connections
+    for (const auto& [second, what] :
+         {std::pair{changed + options, "program: rank 1"}, {"./train_gpt2cu" + options + "-l 0.5", "--lr: rank 1"}}) {
+        CHECK_RUN(shell(as_rank(0, 2, port) + "./train_gpt2cu" + options + " & " + as_rank(1, 2, port) + second +
+                        "; echo one $?; wait $!; echo zero $?"),
+                  0, "one 1", "zero 1", what);
+        port++;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus recomputes. In 40
+// steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
+TEST(default_corpus_without_gpu_shows_its_floor) {
+    const Corpus& corpus = builtin_corpus();
+    const std::string out = dir() + "/corpus";
+    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + out);
+    CHECK_RUN(r, 0, "train data         built-in corpus, 30.9 M tokens; left",  // and not the other way round
+              "validation data    built-in corpus, 1.1 M tokens; left", "step 0/40 | val loss 5.",
+              format(" | floor %.4f\n", corpus.val_nats));
+    const double val = number_after(r.out, "val loss ");
+    CHECK(val > 2 && val < 4 && rows(out, "val").size() == 3);
+    for (const char* kind : {"run", "val"})
+        for (const double floor : values(out, kind, "floor_nats")) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
+    // Data of one's own has no known floor. Training data alone has no validation data.
+    const std::string own = "--device cpu -e tiny -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 ";
+    const Result val_only = run(own + "-j " + text_file()), train_only = run(own + "-i " + text_file());
+    CHECK_RUN(val_only, 0, "train data         built-in corpus, 30.9 M tokens", "validation data    text file, 100318 tokens");
+    CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens; left out: 13 at the end\nmemory  ");
+    CHECK(!contains(val_only.out, "floor") && !contains(train_only.out, "val loss"));
+}
+
+TEST_MAIN

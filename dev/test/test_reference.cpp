@@ -1,0 +1,453 @@
+// Tests the CPU reference, the oracle of all other tests. Its own oracle is calculus. Each backward is compared with
+// central differences of its forward in fp64, along random directions and single elements. Each forward is compared
+// with its formula, written the naive way. Outputs that a layer writes start as NaN, and those it adds into start
+// random.
+//
+// Run: ./dev/test_reference [part of a test's name]
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <random>
+
+#include "dev/test/finite_difference.h"
+#include "dev/common/test.h"
+#include "layers/cpu/reference.h"
+
+using Vec = std::vector<double>;
+
+static const Cpu dev;
+static constexpr float inf = std::numeric_limits<float>::infinity();
+static std::mt19937_64 rng(20240521);
+
+// Exactly the same values for float and double, because they are rounded to float first.
+template <class X = double>
+static std::vector<X> randn(size_t n, double sigma = 1, double mean = 0) {
+    std::normal_distribution<double> normal(mean, sigma);
+    std::vector<X> x(n);
+    for (X& value : x) value = X(float(normal(rng)));
+    return x;
+}
+template <class X = double>
+static std::vector<X> poison(size_t n) {
+    return std::vector<X>(n, std::numeric_limits<X>::quiet_NaN());
+}
+static std::vector<int> random_tokens(size_t n, int V) {
+    std::vector<int> tokens(n);
+    for (int& t : tokens) t = int(rng() % V);
+    return tokens;
+}
+
+static Vec operator-(Vec a, const Vec& b) {
+    for (size_t i = 0; i < a.size(); i++) a[i] -= b[i];
+    return a;
+}
+template <class X>
+static bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(X)) == 0;
+}
+
+// max|got − want| ≤ tol·max|want|
+template <class X, class Y>
+static void check_close(const std::string& what, const std::vector<X>& got, const std::vector<Y>& want, double tol) {
+    double worst = 0, scale = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        const double error = std::fabs(double(got[i]) - want[i]);
+        worst = std::isnan(error) ? inf : std::max(worst, error);
+        scale = std::max(scale, std::fabs(double(want[i])));
+    }
+    if (got.size() != want.size() || !(worst <= tol * scale))
+        test::report(__FILE__, __LINE__, format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// A layer with all its tensors, in float or double. What it writes starts as NaN, and what it adds into starts random.
+// The names tell what belongs together. The result "dx" is the gradient of the input "x", and the input "dout" weights
+// the result "out" in the loss.
+template <class X>
+struct Layer {
+    struct Tensor {
+        std::string name;
+        std::vector<X> x, start;
+    };
+    std::string what;
+    std::deque<Tensor> inputs, results;
+    std::function<void()> forward, backward = [] {};
+    std::function<void(Layer&)> formula = [](Layer&) {};  // checks the results of a run against their definition
+
+    explicit Layer(const std::string& what) : what(what) {}
+    Layer(Layer&&) = default;  // and no copy, because the functions hold pointers into the tensors
+
+    X* input(const char* name, size_t n, double sigma = 1, double mean = 0) {
+        return inputs.emplace_back(Tensor{name, randn<X>(n, sigma, mean), {}}).x.data();
+    }
+    X* written(const char* name, size_t n) {
+        return results.emplace_back(Tensor{name, poison<X>(n), std::vector<X>(n)}).x.data();
+    }
+    X* added(const char* name, size_t n) {
+        const std::vector<X> x = randn<X>(n);
+        return results.emplace_back(Tensor{name, x, x}).x.data();
+    }
+    Tensor& operator[](const std::string& name) {
+        for (auto* tensors : {&inputs, &results})
+            for (Tensor& t : *tensors)
+                if (t.name == name) return t;
+        throw Error(what + " has no tensor " + name);
+    }
+    void run() { forward(), backward(); }
+};
+
+// Checks a layer's results in double against their formula, and its gradients against finite differences. In float it
+// must come close, and the number of threads may change no bit.
+template <class Make>
+static void check(Make make, double float_tolerance = 2e-6) {
+    const uint64_t seed = rng();
+    const auto run = [&](auto x, int threads) {
+        const Cpu so_many(threads);
+        rng.seed(seed);
+        auto l = make(x);
+        const auto before = l.inputs;
+        l.run();
+        for (size_t i = 0; i < before.size(); i++) CHECK(same_bits(l.inputs[i].x, before[i].x));
+        return l;
+    };
+    Layer<double> l = run(0.0, 1);
+    const Layer<float> single = run(0.f, 1);
+    l.formula(l);
+    for (size_t i = 0; i < l.results.size(); i++)
+        check_close(l.what + " " + l.results[i].name, single.results[i].x, l.results[i].x, float_tolerance);
+    const Layer<double> again = run(0.0, 3);
+    const Layer<float> single_again = run(0.f, 3);
+    for (size_t i = 0; i < l.results.size(); i++)
+        if (!same_bits(again.results[i].x, l.results[i].x) ||
+            !same_bits(single_again.results[i].x, single.results[i].x))
+            test::report(__FILE__, __LINE__, l.what + ": another " + l.results[i].name);
+    const Cpu all_threads;
+    const auto loss = [&] {
+        l.forward();
+        double sum = 0;
+        for (const auto& t : l.inputs)
+            if (t.name[0] == 'd') sum += dot(t.x, l[t.name.substr(1)].x);
+        return sum;
+    };
+    for (const auto& t : l.results)
+        if (t.name[0] == 'd') check_gradient(l.what + " " + t.name, l[t.name.substr(1)].x.data(), t.x - t.start, loss);
+}
+#define CHECK_LAYER(layer, ...) check([&](auto x) { return layer<decltype(x)>(__VA_ARGS__); })
+
+// Checks that the layer has added the sums of x's columns into `sums`.
+template <class Tensor>
+static void check_column_sums(const Tensor& sums, const Tensor& t) {
+    for (size_t c = 0; c < sums.x.size(); c++) {
+        double want = sums.start[c];
+        for (size_t i = c; i < t.x.size(); i += sums.x.size()) want += t.x[i];
+        CHECK_NEAR(sums.x[c], want, 1e-12);
+    }
+}
+
+template <class X>
+static Layer<X> encoder_layer(int B, int T, int C, int V, const Positions& at = {}) {
+    Layer<X> l(format("encoder B=%d T=%d C=%d", B, T, C));
+    const int N = B * T, positions = at.late + T;
+    const std::vector<int> tokens = random_tokens(N, V);
+    std::vector<int> plan(encoder_plan_ints(dev, N));
+    encoder_plan(dev, plan.data(), tokens.data(), N);
+    CHECK(plan == tokens);
+    X *wte = l.input("wte", V * C), *wpe = l.input("wpe", positions * C), *dout = l.input("dout", N * C);
+    X *out = l.written("out", N * C), *dwte = l.added("dwte", V * C), *dwpe = l.added("dwpe", positions * C);
+    l.forward = [=] { encoder_forward(dev, out, tokens.data(), wte, wpe, B, T, C, at); };
+    l.backward = [=] { encoder_backward(dev, dwte, dwpe, nullptr, dout, plan.data(), B, T, C, at); };
+    l.formula = [=](Layer<X>&) {
+        for (int n = 0; n < N; n++) {
+            const int t = n % T, position = t < at.chunk ? at.early + t : at.late + t - at.chunk;
+            for (int c = 0; c < C; c++) CHECK(out[n * C + c] == wte[tokens[n] * C + c] + wpe[position * C + c]);
+        }
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> layernorm_layer(int N, int C) {
+    Layer<X> l(format("layernorm N=%d C=%d", N, C));
+    X *inp = l.input("inp", N * C, 2, 0.5), *dout = l.input("dout", N * C);
+    X *weight = l.input("weight", C, 1, 1), *bias = l.input("bias", C);
+    X *out = l.written("out", N * C), *mean = l.written("mean", N), *rstd = l.written("rstd", N);
+    X *dinp = l.added("dinp", N * C), *sum = l.added("sum of dinp", C);
+    X *dweight = l.added("dweight", C), *dbias = l.added("dbias", C);
+    l.forward = [=] { layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C); };
+    l.backward = [=] {
+        layernorm_backward(dev, dinp, dweight, dbias, sum, nullptr, dout, inp, weight, mean, rstd, N, C);
+    };
+    l.formula = [=](Layer<X>& l) {
+        for (int n = 0; n < N; n++) {
+            double m = 0, variance = 0;
+            for (int c = 0; c < C; c++) m += inp[n * C + c] / C;
+            for (int c = 0; c < C; c++) variance += std::pow(inp[n * C + c] - m, 2) / C;
+            CHECK_NEAR(mean[n], m, 1e-13);
+            CHECK_NEAR(rstd[n], 1 / std::sqrt(variance + 1e-5), 1e-13 * rstd[n]);
+            for (int i = n * C; i < (n + 1) * C; i++)
+                CHECK_NEAR(out[i], (inp[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C], 1e-12);
+        }
+        check_column_sums(l["sum of dinp"], l["dinp"]);
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
+    Layer<X> l(format("matmul %s N=%d C=%d OC=%d", name_of(dtype_of<X>()), N, C, OC));
+    X *inp = l.input("inp", N * C), *weight = l.input("weight", OC * C), *bias = l.input("bias", OC);
+    X *dout = l.input("dout", N * OC), *out = l.written("out", N * OC);
+    X *dinp = l.written("dinp", N * C), *dweight = l.added("dweight", OC * C);
+    const X* residual = with_bias ? nullptr : dout;  // any values will do
+    l.forward = [=] { matmul_forward<X>(dev, out, inp, weight, with_bias ? bias : nullptr, N, C, OC, residual); };
+    l.backward = [=] { matmul_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC); };
+    l.formula = [=](Layer<X>& l) {
+        Vec out_(N * OC);
+        for (int n = 0; n < N; n++)
+            for (int o = 0; o < OC; o++) {
+                double& sum = out_[n * OC + o] = with_bias ? bias[o] : residual[n * OC + o];
+                for (int c = 0; c < C; c++) sum += double(inp[n * C + c]) * weight[o * C + c];
+            }
+        check_close(l.what + " out", l["out"].x, out_, 1e-14);
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> gelu_layer(int N, int C) {
+    Layer<X> l("gelu");
+    X *inp = l.input("inp", N * C, 2), *dout = l.input("dout", N * C);
+    X *out = l.written("out", N * C), *dinp = l.written("dinp", N * C), *sum = l.added("sum of dinp", C);
+    l.forward = [=] { gelu_forward(dev, out, inp, N * C); };
+    l.backward = [=] { gelu_backward<X>(dev, dinp, sum, nullptr, nullptr, inp, dout, N, C); };
+    l.formula = [=](Layer<X>& l) {
+        for (int i = 0; i < N * C; i++) {
+            const double x = inp[i], u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
+            CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
+        }
+        check_column_sums(l["sum of dinp"], l["dinp"]);
+    };
+    return l;
+}
+
+// The last Tq of Tk tokens have queries. `rest` (B, NH, Tq) may be null.
+template <class X>
+static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
+    const int B = s.B, Tq = s.Tq, Tk = s.Tk, NH = s.NH, HS = s.HS, unasked = Tk - Tq;
+    Layer<X> l(format("attention Tq=%d Tk=%d HS=%d causal=%d scale=%.3g", Tq, Tk, HS, s.causal, s.scale));
+    const size_t n = size_t(B) * Tq * NH * HS, all = size_t(B) * Tk * NH * HS;
+    X *qkv = l.input("qkv", 3 * all, 1, 0.1), *dout = l.input("dout", n), *out = l.written("out", n);
+    X *lse = l.written("lse", B * NH * Tq), *dqkv = l.written("dqkv", 3 * all),
+      *bias = l.added("sum of dqkv", 3 * NH * HS);
+    const auto part = [=](auto* x, int which) { return packed(x, Tk, NH, HS, which).from(which == 0 ? unasked : 0); };
+    const X* inputs = qkv;
+    l.forward = [=] {
+        AttentionForward<X> c{s, part(inputs, 0), part(inputs, 1), part(inputs, 2), contiguous(out, Tq, NH, HS)};
+        c.lse = {lse, size_t(Tq)};
+        c.lse_rest = {rest, size_t(Tq)};
+        attention_forward(dev, c);
+    };
+    l.backward = [=] {
+        AttentionBackward<X> c{s, part(inputs, 0), part(inputs, 1), part(inputs, 2)};
+        c.dout = contiguous<const X>(dout, Tq, NH, HS);
+        c.out = contiguous<const X>(out, Tq, NH, HS);
+        c.lse = {lse, size_t(Tq)};
+        c.lse_rest = {rest, size_t(Tq)};
+        c.dq = part(dqkv, 0);
+        c.dk = part(dqkv, 1);
+        c.dv = part(dqkv, 2);
+        for (int b = 0; b < B; b++)
+            for (int t = 0; t < unasked; t++) std::fill_n(packed(dqkv, Tk, NH, HS, 0).row(b, t, 0, HS), NH * HS, X(0));
+        attention_backward(dev, c);
+        qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * Tk, NH * HS);
+    };
+    l.formula = [=](Layer<X>& l) {  // with the (Tq,Tk) matrix written out
+        const double scale = s.scale != 0 ? s.scale : 1 / std::sqrt(double(HS));
+        Vec out_ = poison(n), lse_ = poison(B * NH * Tq);
+        for (int b = 0; b < B; b++)
+            for (int h = 0; h < NH; h++)
+                for (int i = 0; i < Tq; i++) {
+                    const X* q = part(inputs, 0).row(b, i, h, HS);
+                    Vec S(Tk, -inf);
+                    for (int j = 0; j < (s.causal ? unasked + i + 1 : Tk); j++)
+                        S[j] = scale * std::inner_product(q, q + HS, part(inputs, 1).row(b, j, h, HS), 0.0);
+                    double sum = 0;
+                    for (double x : S) sum += std::exp(x);
+                    lse_[(b * NH + h) * Tq + i] = std::log(sum);
+                    for (int d = 0; d < HS; d++) {
+                        double o = 0;
+                        for (int j = 0; j < Tk; j++) o += std::exp(S[j]) / sum * part(inputs, 2).row(b, j, h, HS)[d];
+                        out_[(size_t(b * Tq + i) * NH + h) * HS + d] = o;
+                    }
+                }
+        check_close(l.what + " out", l["out"].x, out_, 1e-14);
+        check_close(l.what + " lse", l["lse"].x, lse_, 1e-14);
+        check_column_sums(l["sum of dqkv"], l["dqkv"]);
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> classifier_layer(int N, int V, int Vp) {
+    Layer<X> l(format("classifier N=%d V=%d Vp=%d", N, V, Vp));
+    const X dloss = 0.37f;
+    const std::vector<int> targets = random_tokens(N, V);
+    X *logits = l.input("logits", N * Vp, 3), *dlosses = l.input("dlosses", N);
+    X *losses = l.written("losses", N), *again = l.written("losses again", N), *dlogits = l.written("dlogits", N * Vp);
+    for (int n = 0; n < N; n++)  // padding is never read. This is +∞, because NaN would hide from max
+        std::fill(logits + n * Vp + V, logits + (n + 1) * Vp, inf);
+    std::fill_n(dlosses, N, dloss);
+    l.forward = [=] { classifier<X>(dev, logits, losses, targets.data(), 0, N, V, Vp); };
+    l.backward = [=] {
+        std::copy_n(logits, N * Vp, dlogits);
+        classifier(dev, dlogits, again, targets.data(), dloss, N, V, Vp);
+    };
+    l.formula = [=](Layer<X>& l) {
+        for (int n = 0; n < N; n++) {
+            double sum = 0;
+            for (int i = 0; i < V; i++) sum += std::exp(logits[n * Vp + i]);
+            CHECK_NEAR(losses[n], -std::log(std::exp(logits[n * Vp + targets[n]]) / sum), 1e-13 * (1 + losses[n]));
+            for (int i = V; i < Vp; i++) CHECK(dlogits[n * Vp + i] == 0);
+        }
+        CHECK(same_bits(l["losses"].x, l["losses again"].x));
+    };
+    return l;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+TEST(encoder) {
+    for (auto [B, T, C] : {std::array{1, 1, 1}, {2, 5, 3}, {3, 17, 130}}) CHECK_LAYER(encoder_layer, B, T, C, 7);
+    CHECK_LAYER(encoder_layer, 2, 4, 3, 7, {2, 2, 6});  // a rank's two chunks of a sequence
+}
+
+TEST(layernorm) {
+    for (auto [N, C] : {std::array{1, 3}, {3, 5}, {4, 64}, {9, 37}, {33, 100}, {2, 333}, {258, 60}})
+        CHECK_LAYER(layernorm_layer, N, C);
+}
+
+// The sizes are around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024 or 2048 columns.
+TEST(matmul) {
+    const std::array<int, 3> sizes[] = {{1, 1, 1},     {3, 5, 7},     {6, 256, 16},  {7, 257, 17},
+                                        {24, 255, 15}, {25, 600, 33}, {130, 24, 65}, {515, 9, 48},
+                                        {3, 2, 1025},  {2, 2049, 3},  {1, 3, 2060}};
+    for (auto [N, C, OC] : sizes)  // with a bias, or a residual
+        check([&](auto x) { return matmul_layer<decltype(x)>(N, C, OC, N % 2 == 1); }, 1e-6);
+}
+
+TEST(gelu) {
+    CHECK_LAYER(gelu_layer, 17, 59);
+    const std::vector<float> far = {-1e4f, -100, -20, 0, 20, 100, 1e4f}, ones(far.size(), 1);
+    std::vector<float> y = poison<float>(far.size()), dy = y, ignored(far.size());
+    gelu_forward(dev, y.data(), far.data(), far.size());
+    gelu_backward<float>(dev, dy.data(), ignored.data(), nullptr, nullptr, far.data(), ones.data(), 1, far.size());
+    for (size_t i = 0; i < far.size(); i++)
+        CHECK(y[i] == std::max(far[i], 0.f) && dy[i] == (far[i] > 0 ? 1.f : far[i] < 0 ? 0.f : 0.5f));
+}
+
+TEST(attention) {
+    for (auto [Tq, Tk] : {std::array{1, 1}, {2, 2}, {17, 17}, {1, 9}, {5, 9}})
+        for (int HS : {4, 32, 64})
+            for (bool causal : {true, false})
+                for (float scale : {0.f, 0.3f}) CHECK_LAYER(attention_layer, {2, Tq, Tk, 3, HS, causal, scale});
+    for (auto [T, HS] : {std::array{19, 12}, {129, 20}}) CHECK_LAYER(attention_layer, {2, T, T, 2, HS});
+    CHECK_ERROR(attention_layer<double>({1, 1, 1, 1, 257}).run(), "head size 257");
+    AttentionForward<double> c{{1, 3, 2, 1, 4}};
+    CHECK_ERROR(attention_forward(dev, c), "Tq 3 and Tk 2");
+}
+
+// lse and its rest are the same number in more digits. Backward subtracts both, so with log 2 more P is half as large.
+TEST(attention_rest_of_lse) {
+    std::vector<float> rest(65 * 2);
+    rng.seed(7);
+    Layer<float> l = attention_layer<float>({1, 65, 65, 2, 32}, rest.data());
+    rng.seed(7);
+    Layer<double> exact = attention_layer<double>({1, 65, 65, 2, 32});
+    l.run();
+    exact.run();
+    double with = 0, without = 0;
+    for (size_t i = 0; i < rest.size(); i++) {
+        const double too_much = l["lse"].x[i] - exact["lse"].x[i];
+        with += std::fabs(too_much + rest[i]);
+        without += std::fabs(too_much);
+    }
+    CHECK(with < 0.8 * without);
+    const std::vector<float> before = l["dqkv"].x;
+    for (float& r : rest) r += std::log(2.f);
+    l.backward();
+    for (size_t i = 0; i < before.size(); i++)
+        if (i / 64 % 3 == 2) CHECK_NEAR(l["dqkv"].x[i], before[i] / 2, 1e-6 * (1 + std::fabs(before[i])));
+}
+
+TEST(attention_large_scores) {
+    for (float scale : {1.f, 1e4f}) {  // scores to ±1e5, at which exp overflows unless the maximum is subtracted
+        Layer<float> l = attention_layer<float>({1, 65, 65, 2, 64, true, scale});
+        l.run();
+        for (const char* name : {"out", "lse", "dqkv"})
+            CHECK(count_nonfinite(dev, nullptr, l[name].x.data(), l[name].x.size()) == 0);
+    }
+}
+
+TEST(classifier) {
+    for (auto [N, V, Vp] : {std::array{1, 1, 1}, {5, 7, 7}, {9, 13, 128}, {258, 300, 384}})
+        CHECK_LAYER(classifier_layer, N, V, Vp);
+
+    // Targets outside the vocabulary, padding included, give a loss of NaN. Their neighbours do not notice.
+    const int V = 5, Vp = 8;
+    const std::vector<int> targets = {2, -1, 2, V, Vp, 1 << 30};
+    std::vector<float> logits = randn<float>(targets.size() * Vp), losses(targets.size());
+    for (float dloss : {0.f, 1.f}) {
+        classifier(dev, logits.data(), losses.data(), targets.data(), dloss, targets.size(), V, Vp);
+        for (size_t n = 0; n < targets.size(); n++) {
+            CHECK(std::isnan(losses[n]) == (targets[n] != 2));
+            if (dloss != 0) CHECK(std::isnan(logits[n * Vp]) == (targets[n] != 2));
+        }
+    }
+
+    std::vector<float> huge = {3e4f, -3e4f, 2e4f}, loss = {0};  // exp overflows without the maximum
+    classifier(dev, huge.data(), loss.data(), &targets[0], 1.f, 1, 3, 3);
+    CHECK(loss[0] == 1e4f && huge[0] == 1 && huge[1] == 0 && huge[2] == -1);
+}
+
+TEST(reductions) {
+    for (size_t n : {0, 1, 7, 100003}) {
+        const std::vector<float> x = randn<float>(n, 1, 0.1);
+        double sum = 0, squares = 0;
+        for (float value : x) {
+            sum += value;
+            squares += double(value) * value;
+        }
+        float got = nanf("");
+        reduce_sum(dev, &got, nullptr, x.data(), 0.5f, n);
+        CHECK_NEAR(got, 0.5 * sum, 1e-7 * std::fabs(sum));
+        global_norm(dev, &got, nullptr, x.data(), n);
+        CHECK_NEAR(got, std::sqrt(squares), 1e-7 * std::sqrt(squares));
+    }
+    for (float bad : {nanf(""), inf, -inf}) {
+        std::vector<float> x = randn<float>(1000);
+        x[777] = x[1] = bad;
+        float norm = 0;
+        global_norm(dev, &norm, nullptr, x.data(), x.size());
+        const Vec wide(x.begin(), x.end());
+        CHECK(!std::isfinite(norm) && count_nonfinite(dev, nullptr, x.data(), x.size()) == 2);
+        CHECK(count_nonfinite(dev, nullptr, wide.data(), 777) == 1);
+    }
+}
+
+// dev/test_recipe has every update of a run in fp64, and of the shares of ranks.
+TEST(adamw_without_a_finite_norm) {
+    const Vec start = randn(9);
+    const ParamRange all = {0, 9, true};
+    for (const double bad : {double(nanf("")), double(inf)}) {
+        Vec params = start, m = start, v = start;
+        adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), start.data(), &bad, &all, 1,
+                             {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
+        CHECK(params == start && m == start && v == start);
+    }
+}
+
+TEST_MAIN

@@ -1,0 +1,530 @@
+#!/usr/bin/env python3
+"""Tests of the scripts, of what make chooses, and of what runs tests and measurements.
+
+    make train_gpt2cu && python3 dev/test/test_tools.py [part of a test's name]
+"""
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from harness import (POINTER, ROOT, Skip, built, ended, executable, main, need, run, succeeds,
+                     unheard, unread_pipe, written)
+
+SCRIPTS, H200 = ROOT / "scripts", ROOT / "dev" / "results" / "NVIDIA-H200"
+refused = unittest.TestCase().assertRaisesRegex
+sys.path += [str(SCRIPTS), str(ROOT / "dev" / "bench"), str(ROOT / "dev" / "common")]
+import results  # noqa: E402  it sets RUN
+
+
+def jsonl(rows, **how):
+    return "".join(json.dumps(row, **how) + "\n" for row in rows)
+
+
+def rows_of(path):
+    return [row for _, row in results.json_rows(path)]
+
+
+def before_others(folder, programs):
+    """Settings of a process that finds these programs of sh before all others."""
+    for name, text in programs.items():
+        executable(folder / name, text)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What all tools have in common
+
+TOOLS = [path for folder in ("data", "dev/bench", "scripts")
+         for path in sorted((ROOT / folder).glob("*.py"))
+         if "parse_args()" in path.read_text() and not path.name.startswith("test_")]
+
+
+def test_help_of_every_tool():
+    """In ASCII too. If it cannot be written, one line says so."""
+    assert len(TOOLS) > 10, TOOLS
+    for tool in TOOLS:
+        assert "usage: " in run("python3", tool, "--help", PYTHONIOENCODING="ascii").stdout, tool
+        for _ in unheard("python3", tool, "--help"):
+            pass
+
+
+def test_work_whose_errors_nobody_reads(tmp):
+    """As under 2>&1 | head. A library's progress on stderr ends no work either."""
+    @results.check_stdout()
+    def work():
+        print("on stderr", file=sys.stderr, flush=True)
+        print("on stdout", flush=True)
+        written(tmp / "done", "")
+
+    with (unread_pipe() as out, unread_pipe() as err,
+          mock.patch.multiple(sys, stdout=out, stderr=err)):
+        with refused(SystemExit, "stdout"):
+            work()
+    assert (tmp / "done").exists()
+
+
+def test_work_whose_messages_nobody_reads(tmp):
+    """The trainer that a script starts comes to its end, and so does the script: rows are there."""
+    import default_run
+    write_log(tmp / "run")
+    executable(tmp / "train_gpt2cu", f"echo first line && echo >done && cp {tmp}/run/log.jsonl $2")
+    argv = mock.patch.object(sys, "argv", ["default_run.py"])
+    patched = mock.patch.multiple(results, ROOT=tmp, RESULTS=tmp, output_of=lambda *command: "")
+    with unread_pipe() as pipe, mock.patch.object(sys, "stdout", pipe), argv, patched:
+        with refused(SystemExit, "stdout"):
+            default_run.main()
+    assert (tmp / "done").exists()
+    assert [row["step"] for row in rows_of(tmp / "GPU-A" / "default_run.jsonl")] == [2, 3]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logs of runs
+
+def write_log(folder):
+    rows = [{"kind": "run", "device": "GPU A", "tokens_per_step": 32, "floor_nats": 1.5, "steps": 3,
+             "B": 8, "T": 4, "precision": "bf16"}]
+    rows += [{"kind": "train", "step": i, "loss_nats": 9 / i, "grad_norm": 7 + i, "lr": i / 4, "tokens_per_s": 100 + i}
+             for i in (1, 2, 3)]
+    for step in 2, 3:
+        rows += [{"kind": "val", "step": step, "loss_nats": 4 + step, "floor_nats": 1.5},
+                 {"kind": "sample", "step": step, "text": f"Once\nupon {step}"}]
+    written(folder / "log.jsonl", jsonl(rows))
+    return folder
+
+
+def test_logs_that_cannot_be_read(tmp):
+    path = write_log(tmp) / "log.jsonl"
+    good = path.read_text()
+    for cut in b'{"kind": "tra', '{"kind": "sample", "text": "ë'.encode()[:-1]:
+        written(path, good.encode() + cut)
+        assert [r["loss_nats"] for r in results.read_log(tmp)["train"]] == [9, 4.5, 3]
+    for bad in ("{oops", "", "\xff", '{"step": 2}', '{"kind": "val", "step": 2}',
+                '{"kind": "val", "step": 2, "loss_nats": ""}'):
+        for rest in "", good:
+            written(path, f"{good}{bad}\n{rest}".encode("latin-1"))
+            with refused(SystemExit, "log.jsonl:9: "):
+                results.read_log(path)
+    with refused(SystemExit, "log.jsonl: a Git LFS"):
+        results.read_log(written(path, POINTER))
+
+
+def test_texts_with_separators_of_lines(tmp):
+    """A row ends at a newline alone. A sample's text may hold Unicode's other separators."""
+    rows = rows_of(write_log(tmp) / "log.jsonl")
+    for text in "\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r":
+        rows[1]["text"] = text
+        written(tmp / "log.jsonl", jsonl(rows, ensure_ascii=False))
+        log = results.read_log(tmp)
+        assert len(log["train"]) == 3 and log["train"][0]["text"] == text, text
+        result = {"commit": "a", "date": "2030", "text": text}
+        written(tmp / "rows.jsonl", jsonl([result], ensure_ascii=False))
+        assert results.read_rows(tmp / "rows.jsonl")[0]["text"] == text, text
+
+
+def test_plot_and_samples_of_a_run(tmp):
+    need("matplotlib")
+    import default_run
+    import plot
+    log, plt = write_log(tmp / "one's [1]"), plot.pyplot()
+    with mock.patch.object(plt, "close"):
+        succeeds("plot", log)
+    for axes, field in zip(plt.gcf().axes, ("loss_nats", "grad_norm", "lr", "tokens_per_s"), strict=True):
+        assert list(axes.lines[0].get_ydata()) == [r[field] for r in results.read_log(log)["train"]], field
+    assert list(plt.gcf().axes[0].lines[1].get_ydata()) == [6, 7]  # validation
+    assert plot.smooth([1, 5, 3, 4, math.nan], 2) == [1, 3, 4, 3.5, 4]
+    before = (log / "plot.png").read_bytes()
+    (log / "plot.png").unlink()
+    for _ in unheard("python3", SCRIPTS / "plot.py", log):
+        assert (log / "plot.png").read_bytes() == before
+        (log / "plot.png").unlink()
+    written(log / "plot.png", before)
+    full = run("sh", "-c", 'ulimit -f 8; python3 scripts/plot.py "$0"', log, code=1)  # a limit stands for a full disk
+    assert "cannot write: File too large" in full.stderr and (log / "plot.png").read_bytes() == before
+    samples = default_run.samples(results.read_log(log))
+    assert [(r["step"], r["val_loss_nats"], r["text"][-1]) for r in samples] == [(2, 6, "2"), (3, 7, "3")], samples
+
+
+def test_names_of_runs_in_a_plot(tmp):
+    """They are drawn as they are, not as formulas of TeX, and so are names that are not UTF-8."""
+    need("matplotlib")
+    names = ["-run", "_run", "a$b$c", r"a\$b", r"$\frac", r"\alpha$1$", "é\udcff"]
+    runs = [write_log(tmp / name) for name in names]
+    succeeds("plot", *runs, "-o", tmp / "-$x$.svg")
+    drawn = re.findall(r">(.*), validation 7.0000<", (tmp / "-$x$.svg").read_text(encoding="utf-8"))
+    assert drawn == [*names[:-1], "é\ufffd"], drawn
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of results, tables and plots
+
+def test_rows_that_tables_show(tmp):
+    """Never those of changed sources. A figure that is close to another one of its shape is marked."""
+    from readme_tables import compared
+
+    def read(*fields):
+        row = {"commit": "a", "run": "1", "date": "2030", "kernel": "flash", "ms": 1}
+        return results.read_rows(written(tmp / "rows.jsonl", jsonl({**row, **f} for f in fields)))
+    assert read({}, {"dirty": True, "date": "2031", "ms": 2})[0]["ms"] == 1
+    assert [r["ms"] for r in read({}, {"recompute": 0, "ids": "uniform", "date": "2031", "ms": 2})] == [2]
+    for field in "kernel", "T", "HS", "causal", "recompute", "ids":
+        assert len(read({field: 1}, {field: 2})) == 2, field  # neither replaces the other
+    assert len(read({"commit": "0123456789ab"}, {"commit": "0123456", "kernel": "fa3"})) == 2
+    with refused(SystemExit, "rows.jsonl:2: "):
+        results.read_rows(written(tmp / "rows.jsonl", '{"commit": 1, "date": "2030"}\n{"commit": 1}\n'))
+    good, cut = '{"commit": 1, "date": "2030"}\n', '{"commit": 1, "da'
+    with refused(SystemExit, "rows.jsonl:1: "):
+        results.read_rows(written(tmp / "rows.jsonl", f"{cut}\n{good}"))
+    assert len(results.read_rows(written(tmp / "rows.jsonl", good + cut))) == 1
+
+    for other, text in (None, "10.0"), (9.69, "10.0"), (9.71, "≈10.0"), (10.29, "≈10.0"), (10.32, "10.0"):
+        rows = [{"T": 1, "ms": 10}, {"T": 1, "ms": other}, {"T": 2, "ms": 10}]
+        assert compared(rows[0], rows, ["T"], "ms", "{:.1f}".format) == text, other
+
+
+def test_tables_and_plots_are_those_of_dev_results(tmp):
+    """And quotes those of the kernels. Rows of several GPUs, and of ids as text has them and uniform ones, stay apart.
+    A stale table is named and not touched."""
+    import readme_tables
+    succeeds("readme_tables", "--check")
+    train = rows_of(H200 / "train.jsonl")
+    page = written(tmp / "page.md", "<!-- table: torch -->\nold\n<!-- end -->\n")
+    for gpu in "GPU A", "GPU B":
+        written(tmp / gpu / "torch.jsonl", jsonl([{**rows_of(H200 / "torch.jsonl")[-1], "gpu": gpu}]))
+    written(tmp / "GPU A" / "train.jsonl", jsonl(train + [{**r, "date": "2040", "ids": "uniform"} for r in train]))
+    with mock.patch.multiple(readme_tables, ROOT=tmp, RESULTS=tmp), mock.patch.object(results, "ROOT", tmp):
+        code, _, err = ended("readme_tables", "--check")
+        assert code == 1 and "page.md" in err and "old" in page.read_text()
+        succeeds("readme_tables")
+        _, first, second = page.read_text().split("Losses beside")
+        assert "GPU B" not in first and "GPU A" not in second and first.count("| d12 ") == second.count("| d12 ") == 1
+        assert readme_tables.table_of("step", tmp) in (ROOT / "README.md").read_text()
+
+    need("matplotlib")
+    import matplotlib
+    import plot_results
+    if f"matplotlib=={matplotlib.__version__} " not in (SCRIPTS / "requirements.txt").read_text():
+        raise Skip("plots need the matplotlib of scripts/requirements.txt")
+    shutil.copytree(H200, tmp / "A", ignore=shutil.ignore_patterns("*.svg"))
+    with mock.patch.object(results, "RESULTS", tmp):
+        succeeds("plot_results")
+    for name in plot_results.PLOTS:
+        assert (tmp / "A" / f"{name}.svg").read_bytes() == (H200 / f"{name}.svg").read_bytes(), name
+
+
+def test_rows_name_the_sources(tmp):
+    """A change of any source makes it dirty, of a text or a result not. Without git COMMIT says what it is."""
+    script = executable(tmp / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
+    written(tmp / "a.cu", "1")
+    run("sh", "-c", "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first", cwd=tmp)
+    for name, state in ("a.md", "clean"), ("dev/results/a.py", "clean"), ("Makefile", "dirty"), ("a.cu", "dirty"):
+        written(tmp / name, "2")
+        assert re.fullmatch(rf"\w{{12}} {state}\n", run(script).stdout), name
+    shutil.rmtree(tmp / ".git")  # a copy
+    assert run(script, COMMIT="abc").stdout == "abc clean\n" and run(script).stdout == "unknown dirty\n"
+    results.tree.cache_clear()
+    with mock.patch.object(results, "output_of", lambda *command: "abc dirty"):
+        assert results.row("x", "GPU A")["dirty"]
+
+
+def test_rows_name_no_other_sources(tmp):
+    """What git cannot tell is "unknown dirty", never another commit and never clean, whatever COMMIT is."""
+    ours, unknown = tmp / "ours", "unknown dirty\n"
+    script = executable(ours / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
+    commit = "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first"
+    for folder in ours, tmp:  # one repository is in a folder of another
+        written(folder / "a.cu", folder.name)
+        run("sh", "-c", commit, cwd=folder)
+    clean = run("git", "rev-parse", "--short=12", "HEAD", cwd=ours).stdout.strip() + " clean\n"
+    assert run(script).stdout == clean
+    for name, value in ("GIT_DIR", tmp / ".git"), ("GIT_WORK_TREE", tmp), ("GIT_INDEX_FILE", tmp / "none"):
+        assert run(script, **{name: str(value)}).stdout == clean, name
+    assert run(script, COMMIT="abc", GIT_TEST_ASSUME_DIFFERENT_OWNER="1").stdout == unknown
+    (tmp / "tools").mkdir()  # without git
+    for name in "sh", "dirname":
+        (tmp / "tools" / name).symlink_to(shutil.which(name))
+    assert run(script, COMMIT="abc", PATH=str(tmp / "tools")).stdout == unknown
+    run("git", "config", "status.showUntrackedFiles", "no", cwd=ours)
+    written(ours / "b.cu", "new")
+    assert run(script).stdout == clean.replace("clean", "dirty")
+    shutil.rmtree(ours / ".git")
+    (ours / ".git").mkdir()  # of no use, and git would go on to the folder above
+    assert run(script).stdout == unknown
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparisons with PyTorch and between numbers of GPUs
+
+def test_losses_beside_pytorch():
+    """What scripts/compare_torch.py makes of the losses. PyTorch's side needs PyTorch."""
+    from compare_torch import judge, trainer_options
+    a = SimpleNamespace(B=3, T=128, steps=2, lr=2e-4, weight_decay=0.75, max_norm=0.5, precision="bf16",
+                        attention="naive", tol=1e-4)
+    torch, near = [(4, 0.6), (3, 0.4)], [(4, 0.6), (3.01, 0.4)]  # losses and norms
+    for bf16, fp32, right in ((2.981, 3.00009, True), (2.979, 2.99989, False), (math.nan, math.nan, False)):
+        for a.precision, loss in ("bf16", bf16), ("fp32", fp32):
+            found, fine = judge(a, [(4, 0.6), (loss, 0.4)], torch, near)
+            assert fine == right and found["clipped"] == 1, (a.precision, loss)
+            allowed = 1e-4 if a.precision == "fp32" else 0.02  # twice 3.01 - 3
+            figures = [found[name] for name in ("difference", "allowed", "torch_itself")]
+            for figure, expected in zip(figures, (abs(loss - 3), allowed, 0.01), strict=True):
+                assert math.isnan(expected) or abs(figure - expected) < 1e-9, found
+    assert not judge(a, [(4, 0.4), (3, 0.4)], torch, near)[1]  # never clipped
+    assert trainer_options(a, "model", "shard")[-1] == "--no-tf32"
+
+
+def test_peers_of_training():
+    """The fastest backend is recorded, and none that does not train. Ids are about as often as text has them."""
+    import peers_train
+    figures = {"gpu": "GPU A", "cuda": "13", "ms": 10, "tok_s": 4e5, "mem_gib": 5, "loss": 9}
+    tried = [("slow", {**figures, "ms": 16}), ("fast", figures), ("none", "out of memory")]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        found, = peers_train.fastest("peer", "d12", 4, 1024, {"mfu": 40, "tok_s": 5e5}, tried)
+    assert (found["sdpa"], found["mfu"], found["ids"]) == ("fast", 32, "text-like"), found
+    assert " 1.25\n" in out.getvalue(), out.getvalue()  # 5e5 / 4e5, ours/peer
+    for wrong in [math.nan, 2], [10.8, math.nan], [10.8, 10.9], [5, 4]:
+        with refused(peers_train.Wrong, "expected"):
+            peers_train.check_losses(wrong)
+    ids, weights = peers_train.text_ids(100000), [1 / (id + 2.7) for id in range(50257)]
+    assert abs(sum(id < 100 for id in ids) / len(ids) - sum(weights[:100]) / sum(weights)) < 0.005
+
+
+def test_figures_of_llmc(tmp):
+    """The mean of the steps that take 5 s, after those that take 3 s."""
+    import peers_train
+    steps = [("9.5", ms) for ms in (1500, 1500, 2000, 1000, 2000)] + [("7.5", 9999)]
+    lines = ["| device memory usage: 1536 MiB / 80000 MiB",
+             *(f"step 1/9 | loss {loss} (+0z) | norm 1 | {ms} ms | 9 tok/s" for loss, ms in steps)]
+    program = executable(tmp / "llmc", "".join(f"echo '{line}'\n" for line in lines))
+    found = peers_train.llmc_figures(program, "d12", 0, 2, 8)
+    assert found == {"ms": 5000 / 3, "tok_s": 16 / (5 / 3), "mem_gib": 1.5, "loss": 7.5}, found
+
+
+def test_ranks_are_compared_and_timed(tmp):
+    """scripts/scaling.py with pretended runs: losses that differ are not timed, rates are those of the later steps."""
+    for loss, code in (2.0021, 1), (math.nan, 1), (2.0019, 0):
+        def trained(*options, **_):
+            n = options[options.index("--gpus") + 1]
+            text = "memory  2048.0 MiB\n" + 10 * "step 1/9 | 1 tok/s\n" + 2 * f"step 11/9 | {900 * n} tok/s\n"
+            return text, {"run": [{"device": "GPU A"}], "train": [{"loss_nats": loss if n == 2 else 2}]}
+        out = tmp / f"{loss}.jsonl"
+        with mock.patch.multiple(results, need_trainer=lambda: None, train=trained,
+                                 run_trainer=lambda *options: trained(*options)[0]):
+            done = ended("scaling", "--gpus", "1,2", "--device", "cpu", "--batch", 3, "--tokens", 16, "--out", out)
+        assert done[0] == code and [r["what"] for r in rows_of(out)].count("speed") == (0 if code else 3), done
+    last = rows_of(out)[-1]
+    assert (last["gpu"], last["gpus"], round(last["tok_s"]), last["of_linear"]) == ("GPU A", 2, 1800, 1), last
+
+
+def test_figures_of_scaling(tmp):
+    """By hand, from the tokens per second that pretended runs print; a GPU has 48 tokens a step."""
+    usual = {(1, 0): 1000, (2, 0): 1600, (2, 1): 1500, (4, 0): 2000, (4, 1): 3000}  # GPUs, --zero
+    alone = {"3": 800, "5": 600, "7": 480, "9": 960}  # by the number of the GPU
+
+    def trained(*options, **settings):
+        n, zero = (options[options.index(name) + 1] for name in ("--gpus", "--zero"))
+        rate = alone.get(settings.get("CUDA_VISIBLE_DEVICES"), usual[n, zero])
+        rates = [1] * 10 + [rate / 4, rate, 9 * rate]
+        steps = "".join(f"step 1/13 | {rate} tok/s\n" for rate in rates)
+        return f"memory  {1536 * n} MiB\n{steps}"
+
+    def losses(*options):
+        return "", {"run": [{"device": "GPU A"}], "train": [{"loss_nats": 2}]}
+
+    pretended = {"need_trainer": lambda: None, "train": losses, "run_trainer": trained}
+    options = ["--gpus", "1,2,4", "--batch", 3, "--tokens", 16, "--out", tmp / "rows.jsonl"]
+    with (mock.patch.multiple(results, **pretended),
+          mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="3,5,7,9")):
+        text = succeeds("scaling", *options)
+    columns = "gpus", "zero", "ms", "ms_side_by_side", "tok_s", "of_linear", "gib"
+    found = [[round(row[name], 9) for name in columns]
+             for row in rows_of(options[-1]) if row["what"] == "speed"]
+    assert found == [
+        [1, 0, 48, 48, 1000, 1, 1.5],
+        [2, 0, 60, 80, 1600, 0.8, 3],
+        [2, 1, 64, 80, 1500, 0.75, 3],
+        [4, 0, 96, 100, 2000, 0.5, 6],
+        [4, 1, 64, 100, 3000, 0.75, 6]], found
+    assert re.findall(r"[\d.]+%", text) == ["100.0%", "80.0%", "75.0%", "50.0%", "75.0%"], text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training recipes
+
+RECIPES = {path: path.read_text() for path in sorted(SCRIPTS.glob("run_*.sh"))}
+RATES = {"d12": "6e-4", "d24": "3e-4", "d48": "6e-4"}  # llm.c's
+# What a recipe's comment says of its arithmetic.
+FIGURES = r"""tokens +(?P<steps>[\d ]+) steps · (?P<per_step>[\d ]+) tokens = (?P<tokens>[\d.e]+)
+= 6·(?P<N>[\d ]+) \+ 6·(?P<L>[\d ]+)·(?P<C>[\d ]+)·(?P<T>[\d ]+) =
+(?P<flops>[\d.e]+) a token; +(?P<all>[\d.e]+) in all
+time +(?P<time>[\d.]+) (?P<unit>\w+) at (?P<rate>[\d ]+) tokens/s
+which is (?P<mfu>\d+) % of an"""
+
+
+def test_recipes_arithmetic():
+    """Settings are those of the comment, and what follows from them is what it says."""
+    for path, text in RECIPES.items():
+        if "\nexec scripts/" in text:
+            continue  # starts another recipe
+        said = re.search(FIGURES.replace("\n", ".*?"), text, re.S).groupdict()
+        seconds = {"minutes": 60, "hours": 3600, "days": 86400}[said.pop("unit")]
+        f = SimpleNamespace(**{name: float(value.replace(" ", "")) for name, value in said.items()})
+        model = re.search(r"-e (\S+)", text)[1]
+        assert f"-d {f.per_step:.0f} -x {f.steps:.0f} -l {RATES[model]} " in text, path
+        assert re.search(r'-b "\$\{B:-\d+\}" ', text), path
+        trained = f.steps * f.per_step
+        for computed, in_text, tolerance in (
+                (trained, f.tokens, 0.005), (6 * f.N + 6 * f.L * f.C * f.T, f.flops, 0.005),
+                (trained * f.flops, f.all, 0.01), (trained / f.rate / seconds, f.time, 0.02),
+                (f.rate * f.flops / 989e12, f.mfu / 100, 0.02)):
+            assert abs(computed / in_text - 1) < tolerance, (path, computed, in_text)
+        for n, hours in re.findall(r"^#   (\d) GPUs +([\d.]+) hours, ", text, re.M):
+            expected = trained / (f.rate * int(n) * 0.96) / 3600
+            assert abs(expected - float(hours)) < max(0.051, 0.01 * expected), (path, n, expected)
+
+
+def test_recipes_pass_the_trainers_checks(tmp):
+    """They fail at the missing data and nowhere before it, torchrun's and Slurm's ranks too."""
+    one_rank = 'echo "$@" >"$(basename "$0").ran"; while [ $1 != ./train_gpt2cu ]; do shift; done; exec "$@"'
+    shutil.copytree(SCRIPTS, tmp / "scripts")
+    (tmp / "train_gpt2cu").symlink_to(built())
+    more = {**before_others(tmp, {"make": "", "torchrun": one_rank, "srun": one_rank, "scontrol": "echo localhost"}),
+            "SLURM_SUBMIT_DIR": str(tmp), "SLURM_JOB_NODELIST": "1", "SLURM_JOB_ID": "7", "LAUNCH": "torchrun --no-python",
+            "B": "4", "CUDA_VISIBLE_DEVICES": ""}
+    for path in RECIPES:
+        done = run(tmp / "scripts" / path.name, cwd="/", code=1, **more)
+        assert "data/cache/fineweb" in done.stderr and "data/prepare.py" in done.stderr, (path, done.stderr)
+    assert (tmp / "torchrun.ran").read_text().startswith("--no-python ./train_gpt2cu -e d24 ")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What make chooses, and what runs tests, benchmarks and the sanitizer
+
+# What nvcc --dryrun says of its toolkit, which is the one that it is called in.
+NVCC = """here=$(dirname "$0"); for line in "TOP=$here/.." "INCLUDES=\\"-I$here/../include\\"" \\
+    "LIBRARIES= \\"-L$here/../lib64/stubs\\" \\"-L$here/../lib64\\""; do echo "#$ $line"; done"""
+
+
+def test_one_toolkit_is_chosen(tmp):
+    """CUDA_HOME's, else the PATH's, else where toolkits are; make says so where there is none."""
+    makefile = (ROOT / "Makefile").read_text().replace("/usr/local", f"{tmp}/local").replace("/opt", f"{tmp}/opt")
+    written(tmp / "Makefile", makefile)
+    written(tmp / "train_gpt2.cu", "")
+    (tmp / "tools").mkdir()
+    for name in "make sh g++ grep tr sort find nproc sed ls mkdir dirname env".split():
+        (tmp / "tools" / name).symlink_to(shutil.which(name))
+    executable(tmp / "silent" / "bin" / "nvcc", "")
+    executable(tmp / "failing" / "bin" / "nvcc", "echo 'nvcc fatal: no such g++'; exit 1")
+    for found, home, says in ((None, "", "there is no nvcc"), ("local/cuda", "", ""), ("path", "", ""),
+                              ("B", f"{tmp}/B", ""), (None, f"{tmp}/none", "no folder"),
+                              (None, f"{tmp}/silent", "silent"),
+                              (None, f"{tmp}/failing", 'it says "nvcc fatal: no such g++"'), (None, f"{tmp}/two words", "two words: ")):
+        if found:
+            executable(tmp / found / "bin" / "nvcc", NVCC)
+        settings = {"PATH": f"{tmp}/tools:{tmp}/path/bin", "CUDA_HOME": home, "NVCC": ""}
+        done = run("make", "-nB", "train_gpt2cu", cwd=tmp, code=2 if says else 0, **settings)
+        places = set(re.findall(rf"{tmp}/((?:local/)?\w+)/(?:include|lib64)", done.stdout))
+        assert says in done.stderr and (says or places == {found}), done
+        assert not says or done.stderr.count("\n") == 1, done
+        assert not (found and home) or f"{home}/bin/nvcc -" in done.stdout, done
+
+
+def test_programs_find_the_libraries_of_their_toolkit(tmp):
+    """Wherever these are, and however nvcc is named. The loader's cache would hide a wrong path."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    loader = Path("/lib64/ld-linux-x86-64.so.2")
+    if not os.path.exists(nvcc) or not loader.exists():
+        raise Skip("needs nvcc and x86-64's loader")
+    dryrun = run(nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null").stderr
+    top = re.search(r"TOP=(.*)", dryrun)
+    if not top:
+        raise Skip("needs NVIDIA's toolkit, which is in a folder of its own")
+    toolkit = Path(top[1]).resolve()
+    for home in tmp / "conda", tmp / "two words":  # without lib64, and nvcc reads its profile beside itself
+        (home / "bin").mkdir(parents=True)
+        for file in toolkit.glob("bin/*"):
+            (home / "bin" / file.name).symlink_to(file)
+        for name in "nvvm", "include", "lib", "targets":
+            (home / name).symlink_to(toolkit / name)
+    home = tmp / "conda"
+    wrapper = executable(tmp / "bin" / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    shutil.copy(ROOT / "Makefile", tmp)
+    main = "int main() { return cublasCreate(nullptr) == 0; }"
+    written(tmp / "train_gpt2.cu", f"#include <cublas_v2.h>\n{main}\n")
+    for settings in ({"CUDA_HOME": f"{home}"}, {"NVCC": f"{wrapper}"},
+                     {"NVCC": f"{home}/bin/nvcc -DNOTHING"},
+                     {"PATH": f"{wrapper.parent}:{os.environ['PATH']}"}):
+        settings = {"CUDA_HOME": "", "NVCC": "", "LD_LIBRARY_PATH": "", "ARCH": "80", **settings}
+        run("make", "-B", "NCCL_HOME=none", "train_gpt2cu", cwd=tmp, **settings)
+        found = run(loader, "--inhibit-cache", "--list", "./train_gpt2cu", cwd=tmp, LD_LIBRARY_PATH="")
+        assert f"=> {home}/" in re.search("libcublas.so.*", found.stdout)[0], (settings, found)
+    done = run("make", "train_gpt2cu", cwd=tmp, code=2, CUDA_HOME=f"{tmp}/two words", NVCC="")
+    assert f"{tmp}/two words: " in done.stderr and done.stderr.count("\n") == 1, done
+
+
+def test_all_cores_are_used(tmp):
+    """Whatever OpenMP's variables say, which nproc obeys and torchrun and Slurm set."""
+    path = before_others(tmp, {"nproc": "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-16}}",
+                               "threads": "echo threads $OMP_NUM_THREADS; echo 1 passed, 0 failed, 0 skipped"})
+    makefile = written(tmp / "Makefile", f"include {ROOT}/Makefile\n$(info flags $(MAKEFLAGS))\n")
+    for few in "OMP_NUM_THREADS", "OMP_THREAD_LIMIT":
+        done = run("make", "-f", makefile, "help", cwd=tmp, **{few: "1"}, **path)
+        assert re.search("^flags.* -j16( |$)", done.stdout, re.M), done
+        done = run(ROOT / "dev" / "test" / "run_tests.sh", "true", "threads", cwd=tmp, **{few: "1"}, **path)
+        assert "threads 2\n" in done.stdout, done  # it runs beside others, as with 16 cores
+
+
+def test_runner_of_the_tests(tmp):
+    """dev/test/run_tests.sh and a harness: what they count, and that nothing takes for ever or is left behind."""
+    harness = f"#!{sys.executable}\nimport sys\nsys.path.append('{ROOT}/dev/test')\nimport harness\n"
+    path = before_others(tmp, {
+        "good": "echo 3 passed, 0 failed, 1 skipped", "bad": "echo 1 passed, 2 failed, 0 skipped; exit 1",
+        "dies": "echo boom; exit 139", "lies": "echo 3 passed, 0 failed, 0 skipped; exit 3", "nproc": "echo $CORES",
+        "hangs": "sleep 60 & echo $! >pid; wait", "hangs.py": "import time\ntime.sleep(60)",
+        "python.py": f"{harness}def test_a(): pass\ndef test_b(): assert 0\nharness.main()"})
+    for cores in "2", "16":
+        done = run(ROOT / "dev" / "test" / "run_tests.sh", "false", "good", "bad", "dies", "lies", "hangs", "hangs.py",
+                   "python.py", cwd=tmp, code=1, TEST_LIMIT="3", TEST_PATIENCE="1", CORES=cores, **path)
+        assert done.stdout.endswith("\n5 passed, 8 failed, 1 skipped\n"), done.stdout
+        assert done.stdout.count(": no end") == 2, done.stdout
+        assert not os.path.exists(f"/proc/{(tmp / 'pid').read_text().strip()}/exe")
+    run(ROOT / "dev" / "test" / "run_tests.sh", "true", "good", cwd=tmp, CORES="2", **path)
+    for part, code in ("test_a", 0), ("test_b", 1), ("nonsense", 1):
+        run(tmp / "python.py", part, code=code)
+
+
+def test_measuring_in_parts(tmp):
+    """Each benchmark runs, with the same RUN. No table is written after one that fails."""
+    script = executable(tmp / "scripts" / "measure.sh", (SCRIPTS / "measure.sh").read_text())
+    benches = ["bench_attention", "accuracy", "study_accumulation", "study_ring", "bench_ring", "bench_train"]
+    others = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "plot_results", "pictures", "readme_tables")]
+    for name in benches:
+        executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
+    path = before_others(tmp, {"make": "", "nvidia-smi": "echo GPU 0; echo GPU 1", "python3": """[ "$1" = -c ] && exit 1
+        echo "$RUN $*" >>ran; case $* in $BAD) exit 3 ;; esac"""})
+    for parts, bad, code, expected in (([], "", 0, [*benches, *others]), (["ring", "rin"], "", 2, []),
+                                       (["ring", "accuracy"], "bench_ring*", 3, ["study_ring", "bench_ring"])):
+        written(tmp / "ran", "")
+        run(script, *parts, code=code, BAD=bad, **path)
+        ran = [line.split(" ") for line in (tmp / "ran").read_text().splitlines()]
+        assert list(dict.fromkeys(words[1] for words in ran)) == expected, (parts, ran)
+        assert len({words[0] for words in ran} - {""}) == bool(ran), ran
+
+
+def test_sanitizer_of_the_kernels(tmp):
+    sanitize = executable(tmp / "scripts" / "sanitize.sh", (SCRIPTS / "sanitize.sh").read_text())
+    path = before_others(tmp, {"make": "", "compute-sanitizer": 'case "$2 $6" in synccheck?bad) exit 1; esac'})
+    run(sanitize, "good", **path)
+    run(sanitize, "bad", "good", code=123, **path)  # as xargs ends
+
+
+if __name__ == "__main__":
+    main()
