@@ -63,8 +63,8 @@ endif
 
 # nvcc's -O is the host compiler's; kernels are always at -O3. Host code does with less (-Og compiles fastest), except the
 # CPU's own layers, the choice of a token and the checksum.
-CXXFLAGS  := -std=c++17 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. -Wall -Wextra -MMD -MP $(EXTRA)
-NVCCFLAGS := -std=c++17 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
+CXXFLAGS  := -std=c++20 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. -Wall -Wextra -MMD -MP $(EXTRA)
+NVCCFLAGS := -std=c++20 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
 # These are not among the flags whose change compiles all anew. make test keeps what make train_gpt2cu has compiled, and
 # is strict with the rest. In a fresh checkout that is everything.
 STRICT     = $(if $(filter 1,$(WERROR)),-Werror all-warnings)

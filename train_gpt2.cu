@@ -23,10 +23,13 @@
 #include "attention/attention.h"
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
+#include "parallel/process_group.h"
+#include "parallel/ranks.h"
+#include "parallel/shards.h"
 #include "run/buffers.h"
+#include "run/collectives.h"
 #include "run/inference.h"
-#include "run/ranks.h"
-#include "run/team.h"
+#include "run/statistics.h"
 #include "run/training.h"
 #include "run/weights.h"
 // This comes last, because it is written over both backends' attention.
@@ -158,6 +161,7 @@ struct GPT2 {
             matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
             matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
             residual = a.residual3;
+            note_progress();
         }
         layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw, table.lnfb, N, C);
     }
@@ -243,6 +247,7 @@ struct GPT2 {
             layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                                a.ln1_rstd, N, C);
             if (sum) sum_gradients(*this, l);
+            note_progress();
         }
         encoder_backward(dev, gf.wte, gf.wpe, scratch, dresidual, plan, B, T, C, positions());
         if (sum) sum_gradients(*this);
@@ -289,7 +294,7 @@ struct GPT2 {
         const bool accumulate = i > 0;
         if (!accumulate) clear_gradients();
         forward(tokens(i), B, T);
-        loss(targets(i), B, T, own_stats() + i, true, accumulate);
+        loss(targets(i), B, T, statistics().losses_of(ranks.rank) + i, true, accumulate);
         backward(plan(i), accumulate, sum);
     }
 
@@ -304,17 +309,17 @@ struct GPT2 {
 
     void evaluate_micro_batch(int i) {
         forward(tokens(i), B, T);
-        loss(targets(i), B, T, own_stats() + i, false);
+        loss(targets(i), B, T, statistics().losses_of(ranks.rank) + i, false);
     }
 
-    // Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in stats[num_losses()].
+    // Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in the norm.
     void update(const AdamW& hyper) {
         Range range("update");
         const Buffers<X> buffers = workspace();
         const Optimizer<X> state = optimizer();
         A *g = gradients_to_update(*this), *gate = g + sizes.parameters;
         // 0·losses: NaN if one of them is not finite. Then the norm is, and nothing is updated.
-        reduce_sum(dev, gate, buffers.scratch, stats(), A(0), num_losses());
+        reduce_sum(dev, gate, buffers.scratch, statistics().losses(), A(0), num_losses());
         const A* norm = norm_of_gradients(*this, g, sizes.parameters + kGate);
         dev.mark();  // the host reads losses and norm while the rest goes on
         const std::vector<ParamRange> own = share(ranks.rank);
@@ -323,9 +328,10 @@ struct GPT2 {
         if (ranks.sharded) gather_parameters(*this);
     }
 
-    A* stats() const { return workspace().stats; }
-    size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step, in stats()
-    A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
+    DeviceStatistics<A> statistics() const {
+        return {.base = workspace().stats, .ranks = size_t(ranks.size), .micro_steps = size_t(micro_steps)};
+    }
+    size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step
     A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -360,7 +366,8 @@ struct GPT2 {
         sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
         sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
         sizes.chunk = classifier_chunk(N);
-        sizes.stats = num_losses() + 1 + ranks.size, sizes.ranks = ranks.size;
+        sizes.stats = DeviceStatistics<A>{nullptr, size_t(ranks.size), size_t(micro_steps)}.elements();
+        sizes.ranks = ranks.size;
         sizes.parameters = num_parameters / shards();
         sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
         sizes.batch = micro_steps * batch_ints();
@@ -390,7 +397,7 @@ struct GPT2 {
     void allocate() {
         for (Arena* a : arenas())
             if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
-        if (ring) ring->start(ring_memory.base, ranks.sharers.get());
+        if (ring) ring->start(ring_memory.base, ranks.context_comm.get());
         if (adam.base) dev.zero(adam.base, adam.bytes);
     }
     std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
@@ -416,7 +423,7 @@ struct GPT2 {
     }
     int sequence() const { return T * ranks.context; }             // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
-    std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards(), ranks.overlap); }
+    std::vector<ParamRange> share(int rank) const { return share_of(params.tensors, rank, shards(), ranks.overlap); }
 };
 
 // =====================================================================================================================
@@ -427,31 +434,34 @@ constexpr int kProfileWarmUp = 5;  // steps before --profile's
 template <class Model>
 void train_step(Run<Model>& run) {
     Range range("step", run.step);
-    run.model.upload(run.batch(), run.model.micro_steps);
-    run.model.train_micro_batches();
-    run.prepare_next();  // the next batch, while the GPU works
-    run.model.update(run.hyper());
-    run.finish_step();  // reads the loss, prints and logs it
+    Model& model = run.model;
+    run.begin_step();  // the clock starts
+    model.upload(run.batches.current(), model.micro_steps);
+    model.train_micro_batches();
+    run.prepare_next_batches();  // while the GPU works
+    model.update(run.hyper());
+    run.end_step();  // reads the loss, prints and logs it
 }
 
 template <class Model>
 void train(Run<Model>& run) {
     const Options& o = run.o;
-    const auto evaluate = [&] {
-        if (run.due(o.val_every)) run.validate();
-        if (run.due(o.sample_every)) run.sample();
-    };
-    if (run.step == 0) evaluate();
+    if (run.step == 0)
+        run.evaluation.run_if_due(run.step);
     while (run.goes_on()) {
-        if (o.profile && run.step == kProfileWarmUp) run.model.dev.profile(true);
+        if (o.profile && run.step == kProfileWarmUp)
+            run.dev.profile(true);
         train_step(run);
-        evaluate();
-        if (o.checkpoint_every && run.step % o.checkpoint_every == 0 && !run.failed()) run.save();
+        run.evaluation.run_if_due(run.step);
+        run.checkpoints.save_if_due(run.step);
     }
-    if (o.profile) run.model.dev.profile(false);
-    if (run.interrupted()) std::printf("interrupted at step %d\n", run.step);
-    run.save_at_the_end();
-    run.rethrow();
+    if (o.profile)
+        run.dev.profile(false);
+    if (run.stop.signal())
+        std::printf("interrupted at step %d\n", run.step);
+    run.checkpoints.save_at_the_end(run.step);
+    run.stop.defer_error([&] { run.log.retry(); });
+    run.stop.rethrow();
     run.conclude();
 }
 
@@ -471,7 +481,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (!can_generate(config.V)) o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
-    resolve_steps(o, on_cpu, run.train_windows());
+    resolve_steps(o, on_cpu, run.batches.loader().windows());
     run.describe();
     return as_rank(ranks, [&] {
         allocate_or_explain(model);
@@ -481,11 +491,11 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
             std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
             if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
         }
-        run.agree();
+        run.check_ranks_agree();
         run.open_log(output.get());
         catch_signals();
         train(run);
-        return run.interrupted() ? 128 + run.interrupted() : 0;
+        return run.stop.signal() ? 128 + run.stop.signal() : 0;
     });
 }
 
@@ -502,7 +512,7 @@ bool find_config(const std::string& name, Config* config) {
 }
 
 template <class Dev, class X>
-int run_with(const Dev& dev, Options& o, const Team& team) {
+int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
     Config config;
     const bool preset = find_config(o.init, &config);
     if (!preset) {
@@ -516,7 +526,7 @@ int run_with(const Dev& dev, Options& o, const Team& team) {
             o.init = model_path(o.init, newest);
         }
         config = read_model_header(o.init).config;
-        if (config.V > kEndOfText && o.tokenizer.empty() && team.speaks())
+        if (config.V > kEndOfText && o.tokenizer.empty() && group.prints())
             std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n", o.init.c_str());
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
@@ -529,7 +539,7 @@ int run_with(const Dev& dev, Options& o, const Team& team) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);
     }
-    Ranks<Dev> ranks = connect(dev, team, o.context_parallel);
+    Ranks<Dev> ranks = connect(dev, group, o.context_parallel);
     if (o.eval_only) return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset, ranks);
     return run_train<Dev, X>(dev, o, config, !preset, ranks);
 }
@@ -538,15 +548,15 @@ int run_with(const Dev& dev, Options& o, const Team& team) {
 extern const char built_from[];  // "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
 
 // The run, on this rank's device. gpus is the number on this machine.
-static int run_on_device(Options& o, const Team& team, int gpus) {
+static int run_on_device(Options& o, const ProcessGroup& group, int gpus) {
     if (gpus == 0) {
         if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
         if (o.init.empty())
             o.init = "tiny";
-        return run_with<Cpu, float>(Cpu(), o, team);
+        return run_with<Cpu, float>(Cpu(), o, group);
     }
-    Cuda dev(team.device(gpus));
-    if (team.speaks()) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
+    Cuda dev(group.device(gpus));
+    if (group.prints()) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
     dev.graphs = !o.profile;
     if (o.init.empty())
@@ -555,7 +565,7 @@ static int run_on_device(Options& o, const Team& team, int gpus) {
         throw Error(format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
                            dev.name.c_str(), dev.sm / 10, dev.sm % 10));
     if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
-    return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o, team) : run_with<Cuda, float>(dev, o, team);
+    return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o, group) : run_with<Cuda, float>(dev, o, group);
 }
 
 int main(int argc, char** argv) {
@@ -591,7 +601,10 @@ int main(int argc, char** argv) {
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
         try {
-            return run_on_device(o, Team(o, place), gpus);
+            ProcessGroup group(place, std::max(o.gpus, place.size));
+            if (group.size > 1 && !o.memory)
+                group.rendezvous(place, options_settings(o.table()), o.first_timeout());
+            return run_on_device(o, group, gpus);
         } catch (const UsageError&) {  // which all ranks have, so one says it
             if (place.rank == 0) throw;
             return 2;

@@ -15,7 +15,7 @@
 #include <map>
 #include <random>
 
-#include "parallel/meet.h"
+#include "parallel/rendezvous.h"
 
 // A variable of the environment, or "".
 static std::string variable(const char* name) {

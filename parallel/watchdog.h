@@ -11,8 +11,13 @@
 
 #include "common/error.h"
 
-// Grows whenever the main thread begins or ends a part of its work.
-inline std::atomic<uint64_t> progress{0};
+inline std::atomic<int> g_step{0};  // at work, for the message
+inline std::atomic<uint64_t> g_progress{0};
+
+// Tells the watchdog that work goes on: after every layer, evaluated batch, sampled token and piece of a checkpoint.
+inline void note_progress() {
+    g_progress++;
+}
 
 class Watchdog {
   public:
@@ -34,7 +39,7 @@ class Watchdog {
     void allow(double seconds) {
         const std::lock_guard<std::mutex> lock(mutex_);
         allowed_ = seconds;
-        progress++;
+        note_progress();
     }
     // The watching thread asks for an error too, "" if there is none. Once ask(nullptr) returns, nobody asks any more.
     void ask(std::function<std::string()> error) {
@@ -53,8 +58,8 @@ class Watchdog {
             usleep(100000);
             const std::lock_guard<std::mutex> lock(mutex_);
             if (allowed_ < 0) return;
-            if (progress != seen) idle = 0;
-            seen = progress;
+            if (g_progress != seen) idle = 0;
+            seen = g_progress;
             std::string wrong = error_ ? error_() : "";
             if (allowed_ > 0 && idle > allowed_) wrong = format("no progress for %.0f s", allowed_);
             if (wrong.empty()) continue;

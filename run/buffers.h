@@ -42,7 +42,7 @@ struct Buffers {
     X *logits, *dresidual;
     A *losses, *stats, *share;
     void* scratch;
-    int *ends, *batch;
+    int *stop_flags, *batch;
     static TensorList list(const Sizes& s) {
         const size_t gradient = s.training ? s.N * s.C : 0, wide = s.recompute >= 1 ? 4 * gradient : 0;
         TensorList t;
@@ -50,11 +50,11 @@ struct Buffers {
         // 1 on it has the gradient of fch, then of qkv here, (N, 4C).
         t.once("logits", &Buffers::logits, std::max(s.chunk * s.Vp, wide));
         t.once("losses", &Buffers::losses, s.N);    // (N)
-        t.once("stats", &Buffers::stats, s.stats);  // micro-batches' losses, rank after rank; the norm; each share's
+        t.once("stats", &Buffers::stats, s.stats);  // run/statistics.h
         t.once("share", &Buffers::share, s.share);  // this rank's summed gradients and a gate, or nothing
         t.once("dresidual", &Buffers::dresidual, gradient);         // (N, C) gradient of the residual stream
         t.once("scratch", &Buffers::scratch, (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, …
-        t.once("ends", &Buffers::ends, s.ranks);    // (ranks) who ends after this step, and why (run/training.h)
+        t.once("stop_flags", &Buffers::stop_flags, s.ranks);  // (ranks) who ends after this step, and why (run/stop.h)
         t.once("batch", &Buffers::batch, s.batch);  // tokens, targets and encoder plans of a whole step
         return t;
     }

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "common/field.h"
 #include "common/types.h"
 #include "data/file.h"
 #include "data/loader.h"
-#include "parallel/meet.h"
 
 // Throws an Error that names the file, what is wrong, what was expected and found, and what to do.
 template <class Expected, class Found>

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "data/loader.h"
+#include "parallel/watchdog.h"
 #include "run/choices.h"
 #include "run/range.h"
 
@@ -38,6 +39,7 @@ Validation validate(Model& model, Loader& loader, int at_most) {
             model.fill_batch(host.data(), loader);
             model.upload(host.data(), 1);
             model.evaluate_micro_batch(0);
+            note_progress();
             model.dev.download(tokens.data(), model.losses(), tokens.size() * sizeof(tokens[0]));
             for (uint64_t w = first; w < std::min(first + B, windows); w++) {
                 const auto begin = tokens.begin() + (w - first) * T;
@@ -76,6 +78,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         }
         model.upload(host.data(), 1);
         model.evaluate_micro_batch(0);
+        note_progress();
         model.dev.download(position.data(), model.losses(), N * sizeof(position[0]));
         for (size_t r = first; r < last; r++) {
             const auto [i, e] = rows[r];

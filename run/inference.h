@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "data/file.h"
+#include "run/data.h"
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"

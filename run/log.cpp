@@ -225,7 +225,7 @@ Row& Row::add(const char* key, double value) {
     return put(key, number);
 }
 
-Log::Log(const std::string& path, bool append) {
+void Log::open(const std::string& path, bool append) {
     const int flags = O_WRONLY | O_APPEND | O_CREAT | (append ? 0 : O_TRUNC);
     file_ = std::make_unique<HeldFile>(path, flags, "rows still go into the old file");
 }
@@ -318,7 +318,7 @@ void Log::truncate_after(const std::string& path, long long step) {
     }
 
     // All rows to drop are at the end, as after any run that was cut off.
-    const int fd = uninterrupted([&] { return open(path.c_str(), O_WRONLY | O_CLOEXEC); });
+    const int fd = uninterrupted([&] { return ::open(path.c_str(), O_WRONLY | O_CLOEXEC); });
     if (fd < 0)
         throw file_error(path, "open", errno);
     const off_t length = static_cast<off_t>(kept.size());

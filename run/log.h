@@ -51,7 +51,8 @@ class Row {
 class Log {
   public:
     Log() = default;  // writes nowhere
-    explicit Log(const std::string& path, bool append = true);
+    explicit Log(const std::string& path, bool append = true) { open(path, append); }
+    void open(const std::string& path, bool append);
     Log(const Log&) = delete;
     Log& operator=(const Log&) = delete;
     void write(const Row& row);

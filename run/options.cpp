@@ -169,12 +169,12 @@ std::string options_help(const std::string& program, const std::string& about, c
     return text;
 }
 
-std::string options_settings(const std::vector<Option>& table) {
-    std::string text;
+Fields options_settings(const std::vector<Option>& table) {
+    Fields settings;
     for (const Option& option : table)
         if (const std::string value = value_text(option); !value.empty())
-            text += format("%s %s\n", option.name, value.c_str());
-    return text;
+            settings.push_back({option.name, value});
+    return settings;
 }
 
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults) {

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "common/field.h"
+
 struct Option {
     enum Kind { Int, Float, String, Path, Choice, Flag };
     const char* name;    // "--batch"
@@ -26,4 +28,4 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);
 // Those whose value is not the one in `defaults`: "  --batch 4  --overfit".
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults);
-std::string options_settings(const std::vector<Option>& table);  // name and current value of each option that has one
+Fields options_settings(const std::vector<Option>& table);  // name and current value of each option that has one

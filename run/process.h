@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <initializer_list>
 
-#include "parallel/meet.h"
+#include "common/error.h"
 
 // Another program may have made a pipe or terminal non-blocking that is also our stdout or stderr.
 // While it is full it refuses what we write, and stdio would drop that. So wait until it takes more.
@@ -69,7 +69,8 @@ inline volatile std::sig_atomic_t g_signal = 0;
 inline double g_signal_time;
 inline void on_signal(int signal) {
     if (!g_signal) {
-        g_signal_time = now(), g_signal = signal;
+        g_signal_time = now();
+        g_signal = signal;
     } else if (now() - g_signal_time > 1) {
         end_by(signal);
     }

@@ -9,6 +9,7 @@
 #include "common/random.h"
 #include "data/tokenizer.h"
 #include "layers/layers.h"
+#include "parallel/watchdog.h"
 
 struct Sampling {
     float temperature = 1.f;
@@ -72,6 +73,7 @@ std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> 
     std::string text;
     for (int i = 0; i < n; i++) {
         const auto logits = logits_of_last(model, context, i > 0);
+        note_progress();
         const int token = sample_token({logits.begin(), logits.end()}, s, uniform(seed, i));
         if (token == end_of_text(model.config.V)) break;
         context.push_back(token);

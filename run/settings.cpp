@@ -1,17 +1,12 @@
 #include "run/settings.h"
 
-#include <sys/file.h>
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <climits>
-#include <filesystem>
 
 #include "attention/attention.h"
-#include "data/corpus.h"
 #include "data/text.h"
-#include "run/checkpoint.h"
-#include "run/tensors.h"
+#include "parallel/comm.h"
+#include "parallel/shards.h"
 
 std::vector<Option> Options::table() {
     using O = Option;
@@ -180,6 +175,26 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table) {
 // -------------------------------------------------------------------------------------------------
 // Defaults that depend on the run
 
+void check_ranks(const Options& o, const Place& place, int gpus, const std::string& why_no_gpu) {
+    const int ranks = std::max(o.gpus, place.size);
+    if (ranks % o.context_parallel)
+        throw UsageError(format("--context-parallel %d does not divide --gpus %d: use --gpus %d", o.context_parallel,
+                                ranks, (ranks / o.context_parallel + 1) * o.context_parallel));
+    if (o.context_parallel > 1 && !o.hellaswag.empty())
+        throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
+    if (o.gpus > 0 && place.size > 1 && o.gpus != place.size)
+        throw UsageError(format("--gpus %d, but the launcher started %d ranks: leave out --gpus", o.gpus, place.size));
+    if (o.generate > 0 && ranks > 1)
+        throw UsageError("--generate runs on one GPU: leave out --gpus");
+    if (ranks == 1 || o.memory)
+        return;
+    if (o.device == "cpu")
+        throw UsageError("--device cpu has one rank: leave out --gpus");
+    if (gpus == 0)
+        throw Error("several ranks need a GPU each: " + why_no_gpu);
+    NcclComm::version();  // throws if this program was built without NCCL
+}
+
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     const int context = o.context_parallel, ranks = all_ranks / context;  // groups with sequences of their own
     if (o.B == 0) o.B = on_cpu ? 4 : 8;
@@ -208,45 +223,4 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
     if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
     if (o.sample_every < 0) o.sample_every = std::max(20, o.max_steps / 5);
-}
-
-OutputDir::OutputDir(const std::string& path)
-    : directory(path, O_PATH | O_DIRECTORY, "checkpoints go where its path leads now"),
-      lock(path + "/run.lock", O_RDWR | O_CREAT, "another run could write to this directory too") {
-    if (uninterrupted([&] { return flock(lock.fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
-        throw Error(lock.path +
-                    ": another run writes to this directory; wait for its end, or give another -o");
-}
-
-std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
-    std::error_code error;
-    std::filesystem::create_directories(o.output_dir, error);
-    if (error)
-        throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
-    check_regular(o.output_dir + "/run.lock");
-    auto output = std::make_unique<OutputDir>(o.output_dir);
-    if (o.resume) {
-        checkpoint_to_resume(o.output_dir);  // refuses at once what cannot be resumed
-        return output;
-    }
-    struct stat log = {};
-    const std::string log_path = o.output_dir + "/log.jsonl";
-    if (stat(log_path.c_str(), &log) && errno != ENOENT) throw file_error(log_path, "find", errno);
-    if (log.st_size > 0 || newest_model(o.output_dir) >= 0)
-        throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
-    return output;
-}
-
-std::future<void> begin_corpus(const Options& o) {
-    const bool other_data = !o.train_data.empty() || (o.eval_only && !(o.val_data.empty() && o.hellaswag.empty()));
-    if (other_data || o.memory || o.generate > 0) return {};
-    return start_async([] { builtin_corpus(); });
-}
-
-Data find_data(const Options& o) {
-    if (!o.train_data.empty()) return {o.train_data, o.val_data};
-    const Corpus& corpus = builtin_corpus();
-    const Source train = {"built-in corpus", corpus.train};
-    if (!o.val_data.empty()) return {train, o.val_data};
-    return {train, {"built-in corpus", corpus.val}, corpus.val_nats};
 }

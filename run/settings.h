@@ -1,16 +1,11 @@
 // The options of a run, their defaults, and what must be true of them.
 #pragma once
-#include <cmath>
 #include <cstdint>
-#include <future>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "common/types.h"
-#include "data/file.h"
-#include "data/loader.h"
-#include "parallel/meet.h"
+#include "parallel/rendezvous.h"
 #include "run/options.h"
 
 struct Options {
@@ -36,6 +31,8 @@ struct Options {
     std::vector<Option> table();
     Fields recipe() const;  // what a resumed run may change, by option
     Attention kernel() const { return {attention}; }
+    // --timeout is for ordinary steps. The first one makes plans and connections, and before it data is read.
+    double first_timeout() const { return timeout < 300 ? 300 : timeout; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
 
@@ -48,32 +45,9 @@ bool find_config(const std::string& name, Config* config);
 // them all.
 void check_all_are_used(const Options& o, const std::vector<Option>& table);
 
+// What options and launcher ask for must fit together, and this machine, which has `gpus` GPUs, must have it.
+void check_ranks(const Options& o, const Place& place, int gpus, const std::string& why_no_gpu);
+
 // The defaults that depend on device, model and ranks. resolve_steps has those that need the size of the data.
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
 void resolve_steps(Options& o, bool on_cpu, uint64_t windows);  // of the training data
-
-// A run's output directory. No other run writes to it while this object is there. A file system
-// without locks does without.
-struct OutputDir {
-    explicit OutputDir(const std::string& path);
-    void warn_if_replaced() {
-        directory.warn_if_replaced();
-        lock.warn_if_replaced();
-    }
-
-    HeldFile directory;
-    HeldFile lock;
-};
-
-// Creates the output directory and locks it. Refuses one that is in use, and an earlier run in it
-// that is not to be resumed.
-std::unique_ptr<OutputDir> prepare_output_dir(const Options& o);
-
-// Where the data comes from, and the loss that no model can beat, if that is known.
-struct Data {
-    Source train, val;
-    double floor = NAN;  // nats per token of the validation data
-};
-Data find_data(const Options& o);
-// Begins to make the built-in corpus in a thread, if a run with these options needs it. find_data() waits for it.
-std::future<void> begin_corpus(const Options& o);

@@ -10,23 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/types.h"
-
-struct TensorSpec {
-    const char* name;
-    DType dtype;
-    size_t size;     // elements, of one layer if there are several
-    int layers = 0;  // 0 for a tensor that is not per layer, kShared if every layer overwrites the last one's
-    static constexpr int kShared = -1;
-    bool decay = false;
-    bool matmul = false;  // a matmul's weight
-    static constexpr size_t kNoPointer = ~size_t(0);
-    size_t pointer = kNoPointer;  // where its pointer is in the struct, in bytes
-    size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
-};
-
-// What a parameter is to the optimizer. A table and a matrix decay, and a matrix is a matmul's weight.
-enum Weight { kVector, kTable, kMatrix };
+#include "common/tensor_spec.h"
 
 struct TensorList : std::vector<TensorSpec> {
     using std::vector<TensorSpec>::vector;
@@ -84,8 +68,3 @@ struct Arena {
         return s;
     }
 };
-
-// Every rank's share of a tensor with C channels must be whole 16-byte vectors.
-inline bool can_shard(int C, int ranks) {
-    return C % (4 * ranks) == 0;
-}

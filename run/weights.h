@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "run/checkpoint.h"
-#include "run/ranks.h"
-#include "run/settings.h"
+#include "parallel/shards.h"
+#include "parallel/watchdog.h"
 #include "run/tensors.h"
 
 // Reads bytes of a file in order and calls use(piece, at, n) for each piece, which is in pinned memory and may be
@@ -34,6 +34,7 @@ void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes
         dev.sync();  // the piece before this one is no longer needed
         if (at + size < bytes) reading = start_async([&read, at, size] { read(at + size); });
         use(half(at), at, std::min(size, bytes - at));
+        note_progress();
     }
     dev.sync();
 }

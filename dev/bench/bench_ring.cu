@@ -12,7 +12,7 @@
 #include "dev/common/bench.h"
 #include "dev/common/ring_check.h"
 #include "parallel/comm.h"
-#include "parallel/meet.h"
+#include "parallel/rendezvous.h"
 
 struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;
@@ -140,7 +140,7 @@ int main(int argc, char** argv) {
         const Place place = place_from_environment();
         if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
         if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
-        const std::string id = meet(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
+        const std::string id = rendezvous(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
         Cuda dev(place.local_rank);
         NcclComm comm(dev, place.rank, place.size, id);
         run_bench({o, dev, comm});

@@ -201,7 +201,7 @@ struct Trainer {
         model.upload(pinned, 1);
         model.train_micro_batches();
         model.update({3e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, ++step, 1});
-        dev.download(stats, model.stats(), sizeof stats);
+        dev.download(stats, model.statistics().losses(), sizeof stats);
         return stats[0];
     }
     // Trains for so long and calls after_step() each time. Returns the mean milliseconds of a step.

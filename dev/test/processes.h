@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "dev/common/test.h"
-#include "parallel/meet.h"
+#include "parallel/rendezvous.h"
 
 inline void sleep_for(double seconds) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));

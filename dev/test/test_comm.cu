@@ -10,7 +10,7 @@
 #include "dev/test/program.h"
 #include "dev/common/ring_check.h"
 #include "parallel/comm.h"
-#include "parallel/meet.h"
+#include "parallel/rendezvous.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ void on_gpus(const Body& body) {
             ranks.start([&, rank] {
                 if (all == 1) setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
                 const Place place{rank, size, rank, size, port, "127.0.0.1", "a job"};
-                const std::string id = meet(place, {}, rank == 0 ? NcclComm::new_id() : "");
+                const std::string id = rendezvous(place, {}, rank == 0 ? NcclComm::new_id() : "");
                 const Cuda dev(rank % all);
                 NcclComm comm(dev, rank, size, id);
                 body(dev, comm);

@@ -56,7 +56,7 @@ const std::string kBlob("\0a blob\n\0with\0\0zeros\0", 21);
 
 // Meets as this rank and checks what comes of it.
 int meet_all(const Place& place, const Fields& fields = {}, double patience = 20) {
-    CHECK(meet(place, fields, place.rank == 0 ? kBlob : "", patience) == kBlob);
+    CHECK(rendezvous(place, fields, place.rank == 0 ? kBlob : "", patience) == kBlob);
     return 0;
 }
 
@@ -299,7 +299,7 @@ TEST(process_1_ends_by_a_signal) {
 // Meeting
 
 TEST(ranks_meet_in_any_order) {
-    CHECK(meet({}, {}, kBlob) == kBlob);
+    CHECK(rendezvous({}, {}, kBlob) == kBlob);
     for (const int size : {2, 5}) {
         Processes ranks;
         const int port = free_port();
@@ -373,7 +373,7 @@ TEST(missing_and_wrong_ranks_are_named) {
 
 TEST(a_port_is_another_programs_at_first) {
     const int port = free_port(), fd = listen_at("127.0.0.1", port);
-    CHECK_ERROR(meet(local_place(0, 2, port), {}, ""), "Address already in use; set MASTER_ADDR");
+    CHECK_ERROR(rendezvous(local_place(0, 2, port), {}, ""), "Address already in use; set MASTER_ADDR");
     Processes ranks;
     ranks.start([&] {
         close(fd);
@@ -443,9 +443,9 @@ TEST(strangers_at_the_port) {
         return send(fd, much.data(), much.size(), MSG_NOSIGNAL) == ssize_t(much.size());  // taken without end
     });
     flood.check({0});
-    CHECK_ERROR(meet(local_place(1, 2, port, "guess"), {}, "", 0.3), "is not rank 0 of this job");
-    for (int rank : {-1, 2}) CHECK_ERROR(meet(local_place(rank, 2, port, "secret"), {}, ""), "is one too many");
-    ranks.start([&] { return meet(local_place(1, 2, port, "secret"), {}, "") != kBlob; });
+    CHECK_ERROR(rendezvous(local_place(1, 2, port, "guess"), {}, "", 0.3), "is not rank 0 of this job");
+    for (int rank : {-1, 2}) CHECK_ERROR(rendezvous(local_place(rank, 2, port, "secret"), {}, ""), "is one too many");
+    ranks.start([&] { return rendezvous(local_place(1, 2, port, "secret"), {}, "") != kBlob; });
     ranks.check({0, 0});
     for (int fd : stay) {
         CHECK(recv(fd, &answer, 1, MSG_DONTWAIT) <= 0);
@@ -483,7 +483,7 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
     const std::string hangs = "worked\nstood still\ntrain_gpt2cu: rank 3 at step 12: no progress for 2 s; the job ends\n";
     check(1, hangs, [&](Watchdog& dog) {
         dog.allow(2);
-        for (int i = 0; i < 40; i++, sleep_for(0.1)) progress++;
+        for (int i = 0; i < 40; i++, sleep_for(0.1)) note_progress();
         say("worked");
         dog.allow(0);
         sleep_for(3);

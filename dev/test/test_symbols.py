@@ -13,9 +13,9 @@ from harness import ROOT, main, run
 
 # Every room of the program, and the rooms that its files may include besides it. A room stands behind all of these.
 ROOMS = {"common": "", "cuda": "common", "data": "common", "layers/sm90": "common cuda",
-         "layers": "common cuda layers/sm90 data", "attention": "common cuda", "attention/ring": "common cuda attention",
-         "layers/cpu": "common data attention attention/ring", "parallel": "common cuda layers/cpu",
-         "run": "common cuda data attention layers parallel",
+         "attention": "common cuda data", "attention/ring": "common cuda attention",
+         "layers": "common cuda layers/sm90 data attention", "layers/cpu": "common data attention attention/ring",
+         "parallel": "common cuda data layers layers/cpu", "run": "common cuda data attention layers parallel",
          ".": "common parallel layers/cpu layers attention attention/ring run"}
 FILES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
          for room in ROOMS for path in sorted((ROOT / room).iterdir()) if path.suffix in (".h", ".cuh", ".cu", ".cpp")}

@@ -8,12 +8,18 @@
 inline thread_local ThreadComm* this_thread = nullptr;
 inline std::function<void(Options&)> change_options_of_rank_1 = [](Options&) {};
 
-// Stands in for NCCL's (run/team.h).
-inline Ranks<Threads> connect(const Threads&, const Team& team, int context) {
-    Ranks<Threads> ranks;
-    ranks.rank = team.rank, ranks.size = team.size, ranks.local_size = team.local_size, ranks.context = context;
+// Stands in for NCCL's (parallel/ranks.h).
+template <class Dev>
+    requires std::is_base_of_v<Threads, Dev>
+Ranks<Dev> connect(const Dev&, const ProcessGroup& group, int context) {
+    Ranks<Dev> ranks;
+    ranks.rank = group.rank;
+    ranks.size = group.size;
+    ranks.local_size = group.local_size;
+    ranks.context = context;
+    ranks.watchdog = group.watchdog.get();
     ranks.comm = std::shared_ptr<ThreadComm>(this_thread, [](ThreadComm*) {});
-    ranks.sharers = std::make_shared<ThreadComm>(*this_thread, ranks.group() * context, context);
+    ranks.context_comm = std::make_shared<ThreadComm>(*this_thread, ranks.group() * context, context);
     return ranks;
 }
 
@@ -27,10 +33,11 @@ inline int train_on_threads(int argc, char** argv) {
         on_threads(static_cast<int>(codes.size()), [&](int rank, ThreadComm& comm) {
             Options mine = o;
             if (rank == 1) change_options_of_rank_1(mine);
-            Team team;
-            team.rank = rank, team.size = team.local_size = static_cast<int>(codes.size());
+            ProcessGroup group;
+            group.rank = rank;
+            group.size = group.local_size = static_cast<int>(codes.size());
             this_thread = &comm;
-            codes[rank] = run_with<Threads, float>(Threads(1), mine, team);
+            codes[rank] = run_with<Threads, float>(Threads(1), mine, group);
         });
         return codes[0];
     });

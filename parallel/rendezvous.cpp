@@ -1,6 +1,6 @@
 // Rank 0 hears everybody who connects, and answers only who says the job's name. It never waits for one of them, so a
 // stranger that is silent holds up nobody.
-#include "parallel/meet.h"
+#include "parallel/rendezvous.h"
 
 #include <netdb.h>
 #include <poll.h>
@@ -67,9 +67,9 @@ std::string differences(const std::vector<Fields>& ranks) {
     for (size_t i = 1; i < ranks[0].size(); i++)
         for (const Fields& r : ranks) {
             const auto& [name, first] = ranks[0][i];
-            const std::string value = i < r.size() ? r[i].second : "";
+            const std::string value = i < r.size() ? r[i].value : "";
             if (value != first && all.size() < 10000)
-                all += format("; %s: rank %s has \"%s\", rank 0 has \"%s\"", name.c_str(), r[0].second.c_str(),
+                all += format("; %s: rank %s has \"%s\", rank 0 has \"%s\"", name.c_str(), r[0].value.c_str(),
                               value.c_str(), first.c_str());
         }
     return all.empty() ? "" : "the ranks of a job must have the same program, arguments and data" + all;
@@ -90,8 +90,8 @@ std::string answer_all(const Place& place, const std::string& me, const std::str
             const auto guest = next++;
             if (!guest->hear()) continue;
             const Fields hello = fields_of(guest->heard);
-            const bool ours = !hello.empty() && hello[0].first == place.job;
-            const int rank = ours ? std::atoi(hello[0].second.c_str()) : -1;
+            const bool ours = !hello.empty() && hello[0].name == place.job;
+            const int rank = ours ? std::atoi(hello[0].value.c_str()) : -1;
             if (rank > 0 && rank < place.size && ranks[rank].empty()) {
                 ranks[rank] = hello;
                 members.splice(members.end(), guests, guest);
@@ -160,7 +160,7 @@ std::string ask_first(const Place& place, const std::string& me, double patience
 
 }  // namespace
 
-std::string meet(const Place& place, const Fields& fields, const std::string& blob, double patience) {
+std::string rendezvous(const Place& place, const Fields& fields, const std::string& blob, double patience) {
     if (place.size == 1) return blob;
     Fields all = {{place.job, std::to_string(place.rank)}, {"number of ranks", std::to_string(place.size)}};
     all.insert(all.end(), fields.begin(), fields.end());

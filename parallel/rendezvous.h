@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/field.h"
 
 // Who this process is, according to its launcher.
 struct Place {
@@ -22,12 +23,10 @@ Place place_from_environment();
 // code of the first rank that a signal killed, or if there is none, of the first that failed.
 int launch_ranks(int count, char** argv);
 
-using Fields = std::vector<std::pair<std::string, std::string>>;  // names and values that all ranks must share
-
 // Returns rank 0's blob, with which NCCL connects the ranks. Throws Error, on every rank that has come, if one does not
 // come in `patience` seconds or has other fields. The message names the rank, and the field and who has what. A port
 // that is busy, a stranger that answers and a wrong size are Errors too.
-std::string meet(const Place& place, const Fields& fields, const std::string& blob, double patience = 60);
+std::string rendezvous(const Place& place, const Fields& fields, const std::string& blob, double patience = 60);
 
 // At this address of IPv4 or IPv6 alone. A name may mean another one to others, so it means all IPv4 addresses here.
 int listen_at(const std::string& address, int port);

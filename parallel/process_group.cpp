@@ -1,0 +1,39 @@
+#include "parallel/process_group.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include "data/file.h"
+#include "parallel/comm.h"
+
+ProcessGroup::ProcessGroup(const Place& place, int size)
+    : rank(place.rank), size(size), local_rank(place.local_rank), local_size(place.local_size) {
+    if (rank > 0) {
+        const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (null < 0 || dup2(null, STDOUT_FILENO) < 0)
+            throw Error("cannot open /dev/null");
+        close(null);
+    }
+}
+
+void ProcessGroup::rendezvous(const Place& place, const Fields& settings, double patience) {
+    const std::string program = InputFile("/proc/self/exe").rest();
+    Fields same = {{"program", format("%016zx", checksum64(program.data(), program.size()))},
+                   {"NCCL", NcclComm::version()}};
+    same.insert(same.end(), settings.begin(), settings.end());
+    nccl_id = ::rendezvous(place, same, rank == 0 ? NcclComm::new_id() : "");
+    watchdog = std::make_unique<Watchdog>(
+        [rank = rank] { return format("rank %d at step %d", rank, g_step.load()); });
+    watchdog->allow(patience);
+}
+
+int ProcessGroup::device(int gpus) const {
+    if (gpus == 1 && std::getenv("CUDA_VISIBLE_DEVICES"))
+        return 0;
+    if (local_rank < gpus)
+        return local_rank;
+    throw Error(format("rank %d is number %d on this machine, which has %d GPUs: start fewer ranks",
+                       rank, local_rank, gpus));
+}

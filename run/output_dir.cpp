@@ -1,0 +1,35 @@
+#include "run/output_dir.h"
+
+#include <sys/file.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+
+#include "run/checkpoint.h"
+
+OutputDir::OutputDir(const std::string& path)
+    : directory(path, O_PATH | O_DIRECTORY, "checkpoints go where its path leads now"),
+      lock(path + "/run.lock", O_RDWR | O_CREAT, "another run could write to this directory too") {
+    if (uninterrupted([&] { return flock(lock.fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
+        throw Error(lock.path +
+                    ": another run writes to this directory; wait for its end, or give another -o");
+}
+
+std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
+    std::error_code error;
+    std::filesystem::create_directories(o.output_dir, error);
+    if (error)
+        throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
+    check_regular(o.output_dir + "/run.lock");
+    auto output = std::make_unique<OutputDir>(o.output_dir);
+    if (o.resume) {
+        checkpoint_to_resume(o.output_dir);  // refuses at once what cannot be resumed
+        return output;
+    }
+    struct stat log = {};
+    const std::string log_path = o.output_dir + "/log.jsonl";
+    if (stat(log_path.c_str(), &log) && errno != ENOENT) throw file_error(log_path, "find", errno);
+    if (log.st_size > 0 || newest_model(o.output_dir) >= 0)
+        throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
+    return output;
+}
