@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """Draws the pictures of attention/README.md, attention/pictures/*.svg. Sizes and orders are those of the kernels.
 
-    python3 scripts/pictures.py            writes them all
-    python3 scripts/pictures.py --check    exit code 1 if one is not what it would write
+    python3 scripts/pictures.py
 """
 import itertools
 import math
 from html import escape
 
-from results import ROOT, arguments, check_stdout, publish
+from results import ROOT, arguments, check_stdout
 
 INK, GREY, LIGHT, WHITE, HATCH = "#1a1a1a", "#595959", "#d5d5d5", "#ffffff", "url(#hatch)"
 # Okabe and Ito's palette: distinct for colour-blind eyes too.
@@ -312,14 +311,12 @@ def roles(p):
 
 @check_stdout()
 def main():
-    arg = arguments(__doc__)
-    arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a picture is out of date")
-    check, texts = arg.parse_args().check, {}
+    arguments(__doc__).parse_args()
     for draw in causal, online, fragments, swizzle, descriptor, products, turns, roles:
         picture = Picture()
         draw(picture)
-        texts[ROOT / "attention" / "pictures" / f"{draw.__name__}.svg"] = picture.svg(draw.__doc__)
-    publish(texts, check)
+        path = ROOT / "attention" / "pictures" / f"{draw.__name__}.svg"
+        path.write_text(picture.svg(draw.__doc__), encoding="utf-8")
 
 
 if __name__ == "__main__":
