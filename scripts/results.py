@@ -12,18 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from operator import itemgetter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
 from prepare_common import Fail, check_fetched, check_stdout  # noqa: E402
 
-# What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
-WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus zero what steps lr tf32 input tensor
-recompute call study carry ranks tokens_per_gpu step ids""".split()
-TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
-DEFAULTS = {"recompute": 0, "ids": "uniform"}  # of rows that do not say it
 # Of a run's log.
 FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
@@ -53,15 +47,6 @@ def largest(values):
     """NaN if there is one, unlike max()."""
     values = list(values)
     return math.nan if any(map(math.isnan, values)) else max(values)
-
-
-def publish(texts, check):
-    """Writes {file: text}. With `check` it writes nothing, and fails if a file has another text."""
-    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    if check and stale:
-        fail(f"{', '.join(str(path.relative_to(ROOT)) for path in stale)}: stale; run this script without --check")
-    for path in stale:
-        path.write_text(texts[path], encoding="utf-8")
 
 
 def json_rows(path):
@@ -122,51 +107,6 @@ def append(rows, bench, out=None):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(r) + "\n" for r in rows)
     return path
-
-
-def values(row, fields):
-    return tuple(row.get(field) for field in fields)
-
-
-def matching(rows, **where):
-    return [row for row in rows if where.items() <= row.items()]
-
-
-def read_rows(path, apart=(), **where):
-    """The rows of the newest run that match `where`, measured at what is committed. Rows that differ in a field of
-    `apart` are not compared, so that each of them has a newest run of its own."""
-    rows = []
-    for number, found in json_rows(path):
-        try:
-            row = {**DEFAULTS, **found}
-            row["of"] = str(row["commit"])[:7], row.get("run")  # some rows have more of the same hash
-            row["date"]
-        except (KeyError, TypeError):
-            fail(f"{path}:{number}: expected a result row with its date, found {str(found)[:60]!r}")
-        if not row.get("dirty"):
-            rows.append(row)
-    rows = matching(rows, **where)
-    rows.sort(key=itemgetter("date"))
-    run = {values(row, apart): row["of"] for row in rows}  # the newest comes last
-    newest = {values(row, [*WHAT, *apart]): row for row in rows if row["of"] == run[values(row, apart)]}
-    return list(newest.values())
-
-
-def kind_of(kernel):
-    """ "naive", "peer" or "ours". The rows of our kernels have the name of the kernel's file."""
-    return "naive" if kernel.startswith("naive") else "ours" if (ROOT / f"attention/{kernel}.cu").exists() else "peer"
-
-
-def kernels_of(found):
-    """naive, then the peers, then ours, each in the order in which they were measured: slowest first."""
-    return sorted(dict.fromkeys(r["kernel"] for r in found), key=lambda k: ["naive", "peer", "ours"].index(kind_of(k)))
-
-
-def shared(rows, fields):
-    """ "B 4, HS 64" of those fields that are the same in all rows, and those that are not."""
-    found = {field: {row[field] for row in rows} for field in fields}
-    same = [f"{field} {value}" for field in fields if len(found[field]) == 1 for value in found[field]]
-    return ", ".join(same), [field for field in fields if len(found[field]) > 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from unittest import mock
 from harness import (POINTER, ROOT, Skip, built, ended, executable, main, need, run, succeeds,
                      unheard, unread_pipe, written)
 
-SCRIPTS, H200 = ROOT / "scripts", ROOT / "dev" / "results" / "NVIDIA-H200"
+SCRIPTS = ROOT / "scripts"
 refused = unittest.TestCase().assertRaisesRegex
 sys.path += [str(SCRIPTS), str(ROOT / "dev" / "bench"), str(ROOT / "dev" / "common")]
 import results  # noqa: E402  it sets RUN
@@ -125,9 +125,6 @@ def test_texts_with_separators_of_lines(tmp):
         written(tmp / "log.jsonl", jsonl(rows, ensure_ascii=False))
         log = results.read_log(tmp)
         assert len(log["train"]) == 3 and log["train"][0]["text"] == text, text
-        result = {"commit": "a", "date": "2030", "text": text}
-        written(tmp / "rows.jsonl", jsonl([result], ensure_ascii=False))
-        assert results.read_rows(tmp / "rows.jsonl")[0]["text"] == text, text
 
 
 def test_plot_and_samples_of_a_run(tmp):
@@ -164,60 +161,65 @@ def test_names_of_runs_in_a_plot(tmp):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows of results, tables and plots
+# Rows of results, and tables
 
 def test_rows_that_tables_show(tmp):
-    """Never those of changed sources. A figure that is close to another one of its shape is marked."""
-    from readme_tables import compared
+    """Those of the newest run, and never any of changed sources."""
+    need("pandas")
+    import tables
 
-    def read(*fields):
-        row = {"commit": "a", "run": "1", "date": "2030", "kernel": "flash", "ms": 1}
-        return results.read_rows(written(tmp / "rows.jsonl", jsonl({**row, **f} for f in fields)))
-    assert read({}, {"dirty": True, "date": "2031", "ms": 2})[0]["ms"] == 1
-    assert [r["ms"] for r in read({}, {"recompute": 0, "ids": "uniform", "date": "2031", "ms": 2})] == [2]
-    for field in "kernel", "T", "HS", "causal", "recompute", "ids":
-        assert len(read({field: 1}, {field: 2})) == 2, field  # neither replaces the other
-    assert len(read({"commit": "0123456789ab"}, {"commit": "0123456", "kernel": "fa3"})) == 2
-    with refused(SystemExit, "rows.jsonl:2: "):
-        results.read_rows(written(tmp / "rows.jsonl", '{"commit": 1, "date": "2030"}\n{"commit": 1}\n'))
-    good, cut = '{"commit": 1, "date": "2030"}\n', '{"commit": 1, "da'
-    with refused(SystemExit, "rows.jsonl:1: "):
-        results.read_rows(written(tmp / "rows.jsonl", f"{cut}\n{good}"))
-    assert len(results.read_rows(written(tmp / "rows.jsonl", good + cut))) == 1
+    def shown(*rows, apart=(), **where):
+        row = {"gpu": "A", "commit": "a", "dirty": False, "run": "1", "date": "2030", "T": 1, "ms": 1}
+        path = written(tmp / "rows.jsonl", jsonl({**row, **fields} for fields in rows))
+        found = tables.newest_rows(path, where, list(apart))
+        return [row["ms"] for row in found.to_dict("records")]
 
-    for other, text in (None, "10.0"), (9.69, "10.0"), (9.71, "≈10.0"), (10.29, "≈10.0"), (10.32, "10.0"):
-        rows = [{"T": 1, "ms": 10}, {"T": 1, "ms": other}, {"T": 2, "ms": 10}]
-        assert compared(rows[0], rows, ["T"], "ms", "{:.1f}".format) == text, other
+    newer = {"run": "2", "date": "2031", "ms": 2}
+    assert shown() == []
+    assert shown({}, {"ms": 3}) == [1, 3]
+    assert shown({}, newer) == shown(newer, {}) == [2]
+    assert shown({}, {**newer, "dirty": True}) == shown({}, {**newer, "dirty": None}) == [1]
+    assert shown({}, {**newer, "T": 4}) == [2]
+    assert shown({}, {**newer, "T": 4}, apart=["T"]) == [1, 2]
+    assert shown({}, {**newer, "T": 4}, T=1) == [1]
 
 
-def test_tables_and_plots_are_those_of_dev_results(tmp):
-    """And quotes those of the kernels. Rows of several GPUs, and of ids as text has them and uniform ones, stay apart.
-    A stale table is named and not touched."""
-    import readme_tables
-    succeeds("readme_tables", "--check")
-    train = rows_of(H200 / "train.jsonl")
-    page = written(tmp / "page.md", "<!-- table: torch -->\nold\n<!-- end -->\n")
-    for gpu in "GPU A", "GPU B":
-        written(tmp / gpu / "torch.jsonl", jsonl([{**rows_of(H200 / "torch.jsonl")[-1], "gpu": gpu}]))
-    written(tmp / "GPU A" / "train.jsonl", jsonl(train + [{**r, "date": "2040", "ids": "uniform"} for r in train]))
-    with mock.patch.multiple(readme_tables, ROOT=tmp, RESULTS=tmp), mock.patch.object(results, "ROOT", tmp):
-        code, _, err = ended("readme_tables", "--check")
-        assert code == 1 and "page.md" in err and "old" in page.read_text()
-        succeeds("readme_tables")
-        _, first, second = page.read_text().split("Losses beside")
-        assert "GPU B" not in first and "GPU A" not in second and first.count("| d12 ") == second.count("| d12 ") == 1
-        assert readme_tables.table_of("step", tmp) in (ROOT / "README.md").read_text()
+def test_tables_are_those_of_dev_results():
+    need("pandas")
+    succeeds("tables", "--check")
 
-    need("matplotlib")
-    import matplotlib
-    import plot_results
-    if f"matplotlib=={matplotlib.__version__} " not in (SCRIPTS / "requirements.txt").read_text():
-        raise Skip("plots need the matplotlib of scripts/requirements.txt")
-    shutil.copytree(H200, tmp / "A", ignore=shutil.ignore_patterns("*.svg"))
-    with mock.patch.object(results, "RESULTS", tmp):
-        succeeds("plot_results")
-    for name in plot_results.PLOTS:
-        assert (tmp / "A" / f"{name}.svg").read_bytes() == (H200 / f"{name}.svg").read_bytes(), name
+
+def test_stale_tables(tmp):
+    """They are named, and written only without --check. Each GPU has a table of its own."""
+    need("pandas", "matplotlib")
+    measured = {"dirty": False, "commit": "0123456789ab", "run": "1", "date": "2030-01-02T03:04:05Z",
+                "driver": "5", "cuda": "13", "model": "d12", "B": 8}
+    for gpu in "A", "B":
+        random = {**measured, "gpu": gpu, "what": "random", "seconds": 2.3, "read_seconds": 0.0}
+        resumed = {**random, "what": "resumed", "seconds": 4.5, "read_seconds": 1.2}
+        written(tmp / gpu / "start.jsonl", jsonl([random, resumed]))
+    losses = {**measured, "gpu": "A", "what": "losses", "gpus": 2, "zero": 1, "apart": 2e-5}
+    speed = {**losses, "what": "speed", "dtype": "bf16", "T": 1024, "ms": 4.5, "ms_side_by_side": 4.25,
+             "tok_s": 5e5, "of_linear": 0.95, "gib": 7.75}
+    del speed["apart"]
+    written(tmp / "A" / "scaling.jsonl", jsonl([losses, speed]))
+
+    names = "start", "scaling", "torch"
+    old = "".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names)
+    page = written(tmp / "page.md", old)
+    with mock.patch.multiple(results, ROOT=tmp, RESULTS=tmp):
+        code, _, err = ended("tables", "--check")
+        assert code == 1 and all(f"page.md: {name}" in err for name in names), err
+        assert page.read_text() == old
+        succeeds("tables")
+        succeeds("tables", "--check")
+
+    text = page.read_text()
+    for gpu in "A", "B":
+        assert f"{gpu}, driver 5, CUDA 13. Measured 2030-01-02 at 0123456." in text, text
+    assert text.count("| d12 | 8 | 2.3 | 4.5 (1.2) |") == 2, text
+    assert "| 2 | 1 | 500 | 95 | 4.50 | 4.25 | 7.75 | 2.00e-05 |" in text, text
+    assert "Not measured yet: `scripts/measure.sh torch`" in text, text
 
 
 def test_rows_name_the_sources(tmp):
@@ -505,7 +507,7 @@ def test_measuring_in_parts(tmp):
     """Each benchmark runs, with the same RUN. No table is written after one that fails."""
     script = executable(tmp / "scripts" / "measure.sh", (SCRIPTS / "measure.sh").read_text())
     benches = ["bench_attention", "accuracy", "study_accumulation", "study_ring", "bench_ring", "bench_train"]
-    others = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "plot_results", "pictures", "readme_tables")]
+    others = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "tables")]
     for name in benches:
         executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
     path = before_others(tmp, {"make": "", "nvidia-smi": "echo GPU 0; echo GPU 1", "python3": """[ "$1" = -c ] && exit 1

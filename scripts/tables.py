@@ -1,0 +1,520 @@
+#!/usr/bin/env python3
+"""Makes the tables and plots of the READMEs from what was measured, dev/results/*/*.jsonl.
+
+A page has a line <!-- table: NAME --> above a table and <!-- end --> below it. NAME is one of
+TABLES, at the end of this file, or
+
+    speed KERNEL    a sentence that says how fast a kernel of attention/ is
+    quote FILE      the lines of attention/FILE between // [quote] and // [end]
+
+Plots are SVG files beside the rows that they show.
+
+    python3 scripts/tables.py            writes all tables and plots
+    python3 scripts/tables.py --check    writes nothing; exit code 1 names tables that are stale
+"""
+import itertools
+import re
+import textwrap
+from typing import Callable, NamedTuple
+
+import plot
+import results
+
+try:
+    import numpy as np
+    import pandas as pd
+except ImportError:
+    pd = None  # --help works without it
+
+STEP = ["model", "dtype", "B", "T"]
+TENSORS = ["out", "lse", "dq", "dk", "dv"]
+RUNGS = {
+    "naive": "the formula, by cuBLAS",
+    "flash_simple": "S and P stay on the SM",
+    "flash_fp32": "a thread owns a piece of a tile",
+    "flash_mma": "mma.sync and fragments",
+    "flash_bf16": "copies and exponentials beside products",
+    "flash_wgmma": "wgmma and TMA",
+    "flash_bf16_sm90": "roles; a deterministic backward",
+    "flash_fp16x3": "beside the ladder: an fp32 is two fp16, for tensor cores",
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows, and how they become text
+
+def newest_rows(path, where, apart):
+    """The rows of a file that match `where` and belong to its newest run.
+
+    Figures of different runs are not comparable, so a table does not mix them. The exception is
+    rows that differ in one of the fields `apart`: each combination of these has a newest run of its
+    own. Rows of sources that differed from their commit are never shown.
+    """
+    rows = pd.DataFrame([row for _, row in results.json_rows(path)])
+    if rows.empty:
+        return rows
+    rows = rows[rows["dirty"].eq(False)]
+    for field, value in where.items():
+        rows = rows[rows[field] == value]
+    rows = rows.sort_values("date", kind="stable")
+    newest_run = rows.groupby(["gpu", *apart])["run"].transform("last")
+    return rows[rows["run"] == newest_run]
+
+
+def paragraph(text):
+    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False)
+
+
+def cell(value):
+    """A value as text. Measured figures get three digits, as many as two runs agree in."""
+    if pd.isna(value):
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 or value.is_integer() else f"{value:#.3g}"
+
+
+def table(rows, frame):
+    """`frame` in Markdown, below a line that says where and when its rows were measured."""
+    machines = (rows["gpu"] + ", driver " + rows["driver"] + ", CUDA " + rows["cuda"]).unique()
+    dates = (rows["date"].str[:10] + " at " + rows["commit"].str[:7]).unique()
+    caption = paragraph(f"{'; '.join(machines)}. Measured {', '.join(sorted(dates))}.")
+    rule = ["---"] + ["--:"] * (len(frame.columns) - 1)
+    lines = [frame.columns, rule, *frame.astype(object).to_numpy()]
+    return "\n".join([caption, ""] + ["| " + " | ".join(map(cell, line)) + " |" for line in lines])
+
+
+def filled(rows, template):
+    """The template for each row, filled with its fields."""
+    return rows.apply(template.format_map, axis=1)
+
+
+def crossed(rows, by, across, columns):
+    """A line for each combination of the fields `by`, a column for each value of `across`.
+
+    The cells are what the rows have in their field "cell".
+    """
+    frame = rows.pivot_table(index=by, columns=across, values="cell", aggfunc="last", sort=False)
+    return frame.reindex(columns=columns).reset_index()
+
+
+def kind_of(kernel):
+    if kernel.startswith("naive"):
+        return "naive"
+    return "ours" if (results.ROOT / "attention" / f"{kernel}.cu").exists() else "library"
+
+
+def kernels_of(rows):
+    """naive, then the libraries', then ours, each in the order in which they were measured."""
+    order = ["naive", "library", "ours"]
+    return sorted(rows["kernel"].unique(), key=lambda kernel: order.index(kind_of(kernel)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables. Each function gets the rows of one GPU and returns text.
+
+def attention(rows):
+    rows = rows.dropna(subset="ms")
+    kernels = kernels_of(rows)
+    by = ["pass", "HS", "NH", "T", "B"]
+    rows = rows.sort_values(by, ascending=[False, True, True, True, True])  # forward first
+    figures = filled(rows, "{tflops:.0f} / {tflops_sustained:.0f}")
+    rows["cell"] = figures.str.removesuffix(" / nan")
+    return table(rows, crossed(rows, by, "kernel", kernels))
+
+
+def rungs(rows):
+    """The ladder's rows, with each rate as a share of GEMM's and of the fastest library's."""
+    library = rows["tflops"].where(rows["kernel"].map(kind_of) == "library")
+    fastest = library.groupby([rows["dtype"], rows["pass"]]).transform("max")
+    of_gemm = rows["tflops"] / rows["gemm_tflops"]
+    rows = rows.assign(gemm=of_gemm, library=rows["tflops"] / fastest)
+    rows = rows[rows["kernel"].isin(RUNGS)]
+    return rows[(rows["kernel"] != "naive") | (rows["dtype"] == "fp32")]  # naive is in both types
+
+
+def ladder(rows):
+    rows = rungs(rows)
+    figures = filled(rows, "{tflops:.0f}: {gemm:.0%}, {library:.0%}")
+    rows["cell"] = figures.str.removesuffix(", nan%")
+    passes = crossed(rows, "kernel", "pass", ["fwd", "bwd"]).set_index("kernel").reindex(RUNGS)
+    forward = rows[rows["pass"] == "fwd"].set_index("kernel")["gemm"].reindex(RUNGS).fillna(0)
+    return table(rows, pd.DataFrame({
+        "rung": [f"[{kernel}](attention/{kernel}.cu)" for kernel in RUNGS],
+        "new": RUNGS.values(),
+        "forward: GEMM, library": passes["fwd"].values,
+        "backward: GEMM, library": passes["bwd"].values,
+        "": ["█" * round(20 * min(1, share)) for share in forward],
+    }))
+
+
+def speed(rows, kernel):
+    rows = rungs(rows)
+    rows = rows[rows["kernel"] == kernel].sort_values("pass", ascending=False)
+    if rows.empty:
+        return ""
+    rows["way"] = rows["pass"].map({"fwd": "forward", "bwd": "backward"})
+    library = ", {library:.0%} of the best library's"
+    figures = filled(rows, "{way} {tflops:.0f} TFLOP/s ({gemm:.0%} of GEMM" + library + ")")
+    passes = figures.str.replace(", nan% of the best library's", "")
+    return paragraph(f"{rows['gpu'].iloc[0]}: {', '.join(passes)}.")
+
+
+def accuracy(rows):
+    """The worst of all lengths, head sizes and inputs."""
+    worst = rows[rows["kernel"] != "naive"].groupby(["dtype", "kernel", "tensor"], sort=False)
+    ratios = worst[["ratio_max", "ratio_l2"]].max(skipna=False).reset_index()
+    ratios["cell"] = filled(ratios, "{ratio_max:.2f} / {ratio_l2:.2f}")
+    return table(rows, crossed(ratios, ["dtype", "kernel"], "tensor", TENSORS))
+
+
+def accuracy_example(rows):
+    rows["cell"] = filled(rows, "{max_error:.1e}, {snr_db:.0f}")
+    return table(rows, crossed(rows, "kernel", "tensor", TENSORS))
+
+
+def train(rows):
+    rows["ids"] = rows["ids"].fillna("uniform")  # what older rows do not say
+    if "sdpa" in rows:
+        rows["attention"] = rows["sdpa"].fillna(rows["attention"])
+    rows = rows.sort_values([*STEP, "kernel", "attention", "recompute"])
+    rows["k tok/s"] = rows["tok_s"] / 1e3
+    rows = rows.rename(columns={"mfu": "MFU, %", "mem_gib": "GiB in use"})
+    columns = ["kernel", "attention", "recompute", "ids", "k tok/s", "ms", "MFU, %", "GiB in use"]
+    return table(rows, rows[[*STEP, *columns]])
+
+
+def step(rows):
+    """The trainer beside other programs, at the shapes and in the newest run that others have."""
+    others = rows[rows["kernel"] != "train_gpt2cu"]
+    if others.empty:
+        return ""
+    rows = rows[(rows["run"] == others["run"].iloc[-1]) & rows["B"].isin(others["B"])]
+    rows = rows[rows["attention"] != "naive"].sort_values("B")
+    stored = rows[rows["recompute"] == 0].set_index("B")["tok_s"]
+    rows["times"] = rows["B"].map(stored) / rows["tok_s"]
+    rows["thousands"] = rows["tok_s"] / 1e3
+    rows["cell"] = filled(rows, "{thousands:.0f}k · {times:.2f}× · {mem_gib:.1f}")
+    rows["program"] = filled(rows, "{kernel} -r {recompute:.0f}").str.removesuffix(" -r nan")
+    programs = sorted(rows["program"].unique(), reverse=True)
+    return table(rows, crossed(rows, "B", "program", programs))
+
+
+def breakdown(rows):
+    """A table for each step that was taken apart, its longest call first."""
+    steps = rows.sort_values("ms", ascending=False).groupby([*STEP, "attention", "recompute"])
+    return "\n\n".join(breakdown_of_step(calls) for _, calls in steps)
+
+
+def breakdown_of_step(calls):
+    calls["% of step"] = 100 * calls["ms"] / calls["step_ms"]
+    calls["% of GEMM"] = 100 * calls["tflops"] / calls["gemm_tflops_sustained"]
+    calls["% of copy"] = 100 * calls["tb_s"] / calls["copy_tb_s_sustained"]
+    calls["ms beyond"] = calls["lost_ms"].clip(lower=0)
+    about = """A step of {step_ms:.2f} ms: {model}, {dtype}, B {B}, T {T}, attention {attention},
+        recompute {recompute}. GEMM: {gemm_tflops_sustained:.0f} TFLOP/s in a product of
+        {gemm_size:.0f}³. Copy: {copy_tb_s_sustained:.2f} TB/s.""".format_map(calls.iloc[0])
+    about += f" Beyond: {calls['ms beyond'].sum():.1f} ms in all."
+    calls = calls.rename(columns={"tflops": "TFLOP/s", "tb_s": "TB/s"}).replace(0, np.nan)
+    columns = ["call", "calls", "ms", "% of step", "TFLOP/s", "% of GEMM", "TB/s", "% of copy"]
+    return paragraph(about) + "\n\n" + table(calls, calls[[*columns, "ms beyond"]])
+
+
+def torch(rows):
+    rows = rows.rename(columns={"torch_itself": "PyTorch's own", "max_norm": "clipped at"})
+    columns = ["attention", "steps", "clipped at", "clipped", "difference", "allowed"]
+    return table(rows, rows[[*STEP, *columns, "PyTorch's own"]])
+
+
+def default_run(rows):
+    """What the newest default run was, and the beginnings of its first and last samples."""
+    rows = rows.sort_values("step").iloc[[0, -1]]
+    about = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no
+        model can pass the floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made
+        {date:.10} at {commit:.7}.""".format_map(rows.iloc[0])
+    rows["text"] = rows["text"].map(lambda text: textwrap.shorten(text, 300, placeholder=" …"))
+    samples = filled(rows, "*Step {step}, validation loss {val_loss_nats:.3f}:* {text}")
+    return "\n\n".join(map(paragraph, [about, *samples]))
+
+
+def start(rows):
+    figures = filled(rows, "{seconds:.1f} ({read_seconds:.1f})")
+    rows["cell"] = figures.str.removesuffix(" (0.0)")
+    return table(rows, crossed(rows, ["model", "B"], "what", rows["what"].unique()))
+
+
+def scaling(rows):
+    """Weak scaling, and how far the losses of several ranks are from one GPU's."""
+    ranks = ["model", "gpus", "zero"]
+    losses = rows[rows["what"] == "losses"].set_index(ranks)["apart"].rename("losses apart")
+    rows = rows[rows["what"] == "speed"].join(losses, on=ranks).sort_values(ranks)
+    if rows.empty:
+        return ""  # the losses differed, so nothing was timed
+    rows["k tok/s"] = rows["tok_s"] / 1e3
+    rows["% of linear"] = 100 * rows["of_linear"]
+    rows = rows.rename(columns={"ms_side_by_side": "ms side by side", "gib": "GiB a GPU"})
+    columns = ["gpus", "zero", "k tok/s", "% of linear", "ms", "ms side by side", "GiB a GPU"]
+    return table(rows, rows[[*STEP, *columns, "losses apart"]])
+
+
+def ring_errors(rows):
+    template = "{mean_error:.2e} ({mean_ratio:.2f}), {max_error:.1e} ({max_ratio:.2f})"
+    rows["cell"] = filled(rows, template)
+    by = ["dtype", "T", "NH", "HS", "carry", "ranks"]
+    return table(rows, crossed(rows, by, "tensor", ["out", "dq", "dk", "dv"]))
+
+
+def ring_speed(rows):
+    rows = rows.sort_values(["HS", "gpus", "pass"])
+    rows["% cool"] = 100 * rows["single_ms"] / rows["ms"]
+    rows["% sustained"] = 100 * rows["single_ms_sustained"] / rows["ms_sustained"]
+    rows["% unsent"] = 100 * rows["single_ms"] / rows["still_ms"]
+    rows = rows.rename(columns={
+        "tokens_per_gpu": "tokens a GPU",
+        "single_ms": "one GPU's ms / GPUs",
+        "still_ms": "ms unsent",
+        "hop_ms": "ms a hop",
+    })
+    columns = ["one GPU's ms / GPUs", "ms", "% cool", "% sustained", "ms unsent", "% unsent"]
+    return table(rows, rows[["gpus", "tokens a GPU", "NH", "HS", "pass", *columns, "ms a hop"]])
+
+
+# --------------------------------------------------------------------------------------------------
+# Plots. Each function gets the rows of one GPU and returns a figure.
+
+def line_styles(kernels):
+    """Ours are thick, the libraries' dashed, and naive is grey."""
+    colours = itertools.cycle(plot.COLOURS)
+    styles = {}
+    for kernel in kernels:
+        kind = kind_of(kernel)
+        styles[kernel] = {
+            "label": kernel,
+            "color": plot.GREY if kind == "naive" else next(colours),
+            "linewidth": 2.4 if kind == "ours" else 1.3,
+            "linestyle": "--" if kind == "library" or kernel == "naive_tf32" else "-",
+            "marker": "o",
+            "markersize": 4,
+        }
+    return styles
+
+
+def log_axis(axes, values):
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:.0f}" for value in values])
+    axes.minorticks_off()
+
+
+def plot_attention(plt, rows):
+    """A panel for each head size and pass. At each T it shows the largest B that was measured."""
+    rows = rows.dropna(subset="ms").sort_values("T")
+    rows = rows[rows["B"] == rows.groupby(["HS", "T"])["B"].transform("max")]
+    styles = line_styles(kernels_of(rows)[::-1])
+    head_sizes = sorted(rows["HS"].unique())
+    size = (10, 0.6 + 3.4 * len(head_sizes))
+    figure, panels = plt.subplots(len(head_sizes), 2, figsize=size, squeeze=False)
+    for line, head_size in zip(panels, head_sizes):
+        for axes, name in zip(line, ["fwd", "bwd"]):
+            panel = rows[(rows["HS"] == head_size) & (rows["pass"] == name)]
+            for kernel, points in panel.groupby("kernel"):
+                axes.plot(points["T"], points["tflops"], **styles[kernel])
+            log_axis(axes, panel["T"].unique())
+            axes.set(title=f"{name}, head size {head_size}", xlabel="T", ylabel="TFLOP/s")
+            axes.set_ylim(0, None)
+    marks = [plt.Line2D([], [], **style) for style in styles.values()]
+    figure.legend(handles=marks, loc="outside right upper")
+    figure.suptitle(f"Causal attention in {rows['dtype'].iloc[0]}, cool, {rows['gpu'].iloc[0]}")
+    return figure
+
+
+def plot_accuracy(plt, rows):
+    """A panel for each type and tensor. Each point is the worst of the head sizes."""
+    from matplotlib.ticker import LogLocator
+    rows = rows[rows["kernel"].map(kind_of) == "ours"]
+    styles = line_styles(kernels_of(rows))
+    inputs = {"normal": "-", "large_q": "--", "shifted": ":"}
+    worst = rows.groupby(["dtype", "tensor", "kernel", "input", "T"])["ratio_l2"].max()
+    dtypes = sorted(rows["dtype"].unique(), reverse=True)
+    size = (13, 3 * len(dtypes))
+    figure, panels = plt.subplots(len(dtypes), len(TENSORS), figsize=size, squeeze=False)
+    for line, dtype in zip(panels, dtypes):
+        for axes, tensor in zip(line, TENSORS):
+            for (kernel, name), errors in worst[dtype, tensor].groupby(["kernel", "input"]):
+                lengths = errors.index.get_level_values("T")
+                style = styles[kernel] | {"linewidth": 1.4, "linestyle": inputs[name]}
+                axes.plot(lengths, errors, **style)
+            axes.axhline(1, color=plot.INK, linewidth=0.8)
+            axes.set(title=f"{dtype} {tensor}", yscale="log")
+            axes.yaxis.set_major_locator(LogLocator(subs=[1, 2, 5]))
+            axes.yaxis.set_major_formatter("{x:g}")
+            log_axis(axes, lengths)
+        line[0].set_ylabel("multiple of naive's L2 error")
+    marks = [plt.Line2D([], [], **style) for style in styles.values()]
+    for name, line in inputs.items():
+        marks.append(plt.Line2D([], [], color=plot.GREY, linestyle=line, label=name))
+    figure.legend(handles=marks, loc="outside lower center", ncols=5)
+    figure.suptitle(f"Errors against fp64 by T, {rows['gpu'].iloc[0]}")
+    return figure
+
+
+def plot_ring(plt, rows):
+    """Errors of a ring that carries partial results in fp32 or in bf16."""
+    looks = {"bf16": ("s--", plot.COLOURS[1]), "fp32": ("o-", plot.COLOURS[0])}
+    figure, panels = plt.subplots(2, 4, figsize=(10, 5), sharex=True, sharey="row")
+    for line, (field, text) in zip(panels, [("mean_error", "mean"), ("max_error", "largest")]):
+        for axes, tensor in zip(line, ["out", "dq", "dk", "dv"]):
+            errors = rows[rows["tensor"] == tensor].set_index(["carry", "ranks"])[field]
+            errors /= errors["fp32", 1]
+            for carry, (style, colour) in looks.items():
+                ranks = errors[carry].index
+                axes.plot(ranks, errors[carry], style, color=colour, label=f"carried in {carry}")
+            log_axis(axes, ranks)
+            axes.set(title=f"{tensor}: {text} error", xlabel="ranks")
+        line[0].set(ylabel="multiple of one rank's", ylim=(0, None))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle(f"Ring attention, T {rows['T'].iloc[0]}, {rows['gpu'].iloc[0]}: flat is better")
+    return figure
+
+
+def plot_memory(plt, rows):
+    """Flash as measured, and what naive would need.
+
+    naive also keeps T×T elements of P for each of 12 heads in 12 layers, and of dP in one.
+    """
+    figure, axes = plt.subplots(figsize=(10, 4.6))
+    for (dtype, flash), colour in zip(rows.sort_values("T").groupby("dtype"), plot.COLOURS):
+        axes.plot(flash["T"], flash["mem_gib"], "o-", color=colour, label=f"flash {dtype}")
+        if len(flash) < 2:
+            continue
+        lengths = np.arange(1024, flash["T"].max(), 64)
+        line = np.polyval(np.polyfit(flash["T"], flash["mem_gib"], 1), lengths)
+        squares = 12 * 13 * {"bf16": 2, "fp32": 4}[dtype] * lengths**2 / 2**30
+        axes.plot(lengths, line + squares, ":", color=colour, label=f"naive {dtype}, computed")
+    axes.set_xticks(rows["T"].unique(), rows["T"].unique())
+    axes.set(xlabel="T", ylabel="GiB in use", ylim=(0, 3 * rows["mem_gib"].max()))
+    axes.legend(loc="upper right")
+    figure.suptitle(f"Training GPT-2 124M with B 1, {rows['gpu'].iloc[0]}")
+    return figure
+
+
+# --------------------------------------------------------------------------------------------------
+# Which tables and plots there are, and where they go
+
+class Source(NamedTuple):
+    """What a table or plot is made of, and by which function."""
+    make: Callable
+    file: str  # dev/results/*/FILE.jsonl
+    part: str  # of scripts/measure.sh, which measures the rows
+    where: dict = {}  # for this and the next see newest_rows()
+    apart: list = []
+
+
+BF16 = {"dtype": "bf16", "causal": True}
+FP32 = {"dtype": "fp32", "causal": True}
+LADDER = {"B": 4, "T": 4096, "HS": 64, "causal": True}
+EXAMPLE = {"dtype": "bf16", "T": 256, "HS": 64}
+GPT2_124M = {"model": "d12", "dtype": "bf16", "T": 1024, "ids": "text-like"}
+ONE_SEQUENCE = {"attention": "flash", "model": "d12", "B": 1}
+TABLES = {
+    "attention bf16": Source(attention, "attention", "bf16", BF16),
+    "attention fp32": Source(attention, "attention", "fp32", FP32),
+    "ladder": Source(ladder, "attention", "bf16", LADDER, ["dtype"]),
+    "accuracy": Source(accuracy, "accuracy", "accuracy", {}, ["HS"]),
+    "accuracy example": Source(accuracy_example, "accuracy", "accuracy", EXAMPLE),
+    "train": Source(train, "train", "train", {}, STEP),
+    "step": Source(step, "train", "train", GPT2_124M, ["run"]),
+    "breakdown": Source(breakdown, "breakdown", "train", {}, [*STEP, "attention", "recompute"]),
+    "torch": Source(torch, "torch", "torch", {}, ["model", "dtype"]),
+    "default run": Source(default_run, "default_run", "default"),
+    "start": Source(start, "start", "start", {}, ["model"]),
+    "scaling": Source(scaling, "scaling", "scaling", {}, ["model"]),
+    "ring errors": Source(ring_errors, "ring", "ring", {"study": "ring"}),
+    "ring speed": Source(ring_speed, "ring_speed", "ring", {}, ["gpus"]),
+}
+PLOTS = {
+    "attention_bf16": Source(plot_attention, "attention", "bf16", BF16),
+    "attention_fp32": Source(plot_attention, "attention", "fp32", FP32),
+    "accuracy": Source(plot_accuracy, "accuracy", "accuracy", {"causal": True}, ["HS"]),
+    "ring": Source(plot_ring, "ring", "ring", {"study": "ring", "dtype": "bf16"}),
+    "memory": Source(plot_memory, "train", "memory", ONE_SEQUENCE, STEP),
+}
+
+
+def rows_of_gpus(source):
+    """The folder and the rows of each GPU that was measured."""
+    for path in sorted(results.RESULTS.glob(f"*/{source.file}.jsonl")):
+        rows = newest_rows(path, source.where, source.apart)
+        if not rows.empty:
+            yield path.parent, rows
+
+
+def quote(file):
+    text = (results.ROOT / "attention" / file).read_text(encoding="utf-8")
+    lines = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", text, flags=re.S | re.M)
+    if not lines:
+        results.fail(f"attention/{file}: no lines between // [quote] and // [end]")
+    return f"```cpp\n{textwrap.dedent(lines[1])}```"
+
+
+def text_of(name):
+    """What a page has between the markers of this name."""
+    kind, _, what = name.partition(" ")
+    if kind == "quote":
+        return quote(what)
+    if kind == "speed":
+        source = TABLES["ladder"]._replace(make=lambda rows: speed(rows, what))
+    elif name in TABLES:
+        source = TABLES[name]
+    else:
+        results.fail(f'no table "{name}"; there are quote, speed, {", ".join(TABLES)}')
+    texts = [source.make(rows) for _, rows in rows_of_gpus(source)]
+    text = "\n\n".join(filter(None, texts))
+    return text or f"Not measured yet: `scripts/measure.sh {source.part}`"
+
+
+def renewed(page):
+    """The page's text with its tables made anew, and the names of those that have changed."""
+    changed = []
+
+    def between(match):
+        begin, name, old, end = match.groups()
+        new = text_of(name)
+        if page.parent.name == "attention":
+            new = new.replace("](attention/", "](")  # a link starts where its page is
+        if new != old:
+            changed.append(f"{page.relative_to(results.ROOT)}: {name}")
+        return begin + new + end
+
+    marked = r"(<!-- table: ([^\n]*) -->\n)(.*?)(\n<!-- end -->)"
+    return re.sub(marked, between, page.read_text(encoding="utf-8"), flags=re.S), changed
+
+
+def draw_plots():
+    plt = plot.pyplot()
+    plt.rcParams.update({"figure.constrained_layout.use": True, "legend.frameon": False})
+    for name, source in PLOTS.items():
+        for folder, rows in rows_of_gpus(source):
+            source.make(plt, rows).savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+@results.check_stdout()
+def main():
+    arg = results.arguments(__doc__)
+    arg.add_argument("--check", action="store_true", help="only compare the tables")
+    check = arg.parse_args().check
+    if not pd:
+        results.fail("needs pandas: pip install -r scripts/requirements.txt")
+    stale = []
+    for page in sorted(results.ROOT.rglob("*.md")):
+        text, changed = renewed(page)
+        stale += changed
+        if changed and not check:
+            page.write_text(text, encoding="utf-8")
+    if not check:
+        draw_plots()
+    elif stale:
+        results.fail(f"not what dev/results has: {', '.join(stale)}; run it without --check")
+
+
+if __name__ == "__main__":
+    main()
