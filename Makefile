@@ -6,8 +6,9 @@
 # make archs          every kernel for sm_75, 80 and 90a (part of make test)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
-# CUDA_HOME=…     the toolkit, or NVCC=… names its nvcc; default: on the PATH, in /usr/local/cuda* or /opt/cuda
-# CXX=…           the host compiler, a g++
+# CUDA_HOME=…     the toolkit, CUDA 12 or later, or NVCC=… names its nvcc; default: on the PATH, in
+#                 /usr/local/cuda* or /opt/cuda
+# CXX=…           the host compiler, g++ 11 or later: the program is C++20
 # MARCH=…         host instruction set, default native
 # WERROR=1        warnings are errors, as in make test        -j1       one job at a time, default all cores
 # TEST_PATIENCE=3 three times the time limits of make test, on a slow machine
