@@ -2,7 +2,6 @@
 // add_partials adds them.
 #pragma once
 #include <algorithm>
-#include <initializer_list>
 
 #include "cuda/cuda.h"
 #include "cuda/vector.cuh"
@@ -33,7 +32,8 @@ __device__ static void column_sums(float* __restrict__ partials, size_t N, int C
 }
 
 struct Outputs {
-    float* out[3];  // null if not wanted
+    static constexpr int kMost = 3;
+    float* out[kMost];  // null if not wanted
 };
 
 // Returns Σ_r term(r) for r < count and each lane's column, in warp 0 alone. A block has 32 warps, each with several
@@ -64,14 +64,22 @@ __global__ static void __launch_bounds__(1024)
     if (threadIdx.x < kWarp && c < n) out[c] += sum;
 }
 
-// partials is (count, number of outputs, n). Null outputs are skipped.
-static inline void add_partials(const Cuda& dev, std::initializer_list<float*> outputs, const float* partials,
-                                int count, int n) {
+// What blocks left in scratch: `count` rows, each with `columns` sums for every output.
+struct Partials {
+    const float* rows;
+    int count;
+    int columns;
+};
+// Null outputs are skipped.
+template <size_t K>
+static void add_partials(const Cuda& dev, float* const (&outputs)[K], const Partials& partials) {
+    static_assert(K <= Outputs::kMost);
     Outputs out = {};
-    std::copy(outputs.begin(), outputs.end(), out.out);
-    const unsigned number = static_cast<unsigned>(outputs.size());
-    add_partials_kernel<<<dim3(ceil_div(n, kWarp), number), 1024, 0, dev.stream>>>(out, partials, count,
-                                                                                   size_t{number} * n, n);
+    std::copy_n(outputs, K, out.out);
+    const int columns = partials.columns;
+    const dim3 grid(ceil_div(columns, kWarp), K);
+    add_partials_kernel<<<grid, 1024, 0, dev.stream>>>(out, partials.rows, partials.count,
+                                                       K * columns, columns);
     LAUNCH_CHECK("add_partials_kernel");
 }
 

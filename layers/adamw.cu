@@ -131,8 +131,14 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
         const size_t groups = (p.begin + p.size + kV - 1) / kV - p.begin / kV;
         const unsigned blocks_of_piece = ceil_div(groups, kThreads);
         const size_t stride = p.pieces > 1 ? p.stride : p.size;
-        plan.ranges[plan.num_ranges++] = {
-            p.begin, p.size, stride, p.skipped, blocks, blocks_of_piece, p.decay ? hyper.weight_decay : 0.f};
+        plan.ranges[plan.num_ranges] = {.begin = p.begin,
+                                        .size = p.size,
+                                        .stride = stride,
+                                        .skipped = p.skipped,
+                                        .first_block = blocks,
+                                        .blocks = blocks_of_piece,
+                                        .decay = p.decay ? hyper.weight_decay : 0.f};
+        plan.num_ranges++;
         blocks += blocks_of_piece * static_cast<unsigned>(p.pieces);
     }
     if (blocks == 0) return;

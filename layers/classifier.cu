@@ -227,13 +227,25 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
                    const int* targets, float dloss, size_t N, int C, int V, int Vp) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (N > 0 && fused<X>(dev, C, Vp)) {
-            const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
-            const Head head = {inp, weight, targets, static_cast<int>(N), C, V, Vp};
+            const Scratch s = {.product = static_cast<float*>(scratch), .N = N, .C = size_t(C)};
+            const Head head = {.inp = inp,
+                               .weight = weight,
+                               .targets = targets,
+                               .N = static_cast<int>(N),
+                               .C = C,
+                               .V = V,
+                               .Vp = Vp};
             const unsigned blocks = ceil_div(N, kRowsWarps), threads = kRowsWarps * kWarp;
             shifts_kernel<<<blocks, threads, 0, dev.stream>>>(s.shifts, head);
             LAUNCH_CHECK("shifts_kernel");
-            matmul_sm90_exponentials(dev, dloss != 0.f ? dlogits : nullptr, s.sums, inp, weight, s.shifts, targets, N,
-                                     C, V, Vp);
+            matmul_sm90_exponentials(dev, {.N = N, .K = C, .OC = Vp},
+                                     {.out = dloss != 0.f ? dlogits : nullptr,
+                                      .sums = s.sums,
+                                      .inp = inp,
+                                      .weight = weight,
+                                      .shifts = s.shifts,
+                                      .targets = targets,
+                                      .V = V});
             rows_kernel<<<blocks, threads, 0, dev.stream>>>(dlogits, s.scaled, s.scales, losses, s.sums, s.shifts, head,
                                                             dloss);
             LAUNCH_CHECK("rows_kernel");
@@ -249,7 +261,7 @@ void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scra
                             const X* weight, size_t N, int C, int Vp, bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (N > 0 && fused<X>(dev, C, Vp)) {
-            const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
+            const Scratch s = {.product = static_cast<float*>(scratch), .N = N, .C = size_t(C)};
             matmul_backward<X, float>(dev, dinp ? s.product : nullptr, dweight, dlogits, s.scaled, weight, N, C, Vp,
                                       accumulate);
             if (!dinp) return;

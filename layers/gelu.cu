@@ -74,7 +74,7 @@ void gelu_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scra
     float* partials = static_cast<float*>(scratch);
     kernel<<<grid, kColumnThreads, 0, dev.stream>>>(dinp, partials, out, inp, dout, N, C);
     LAUNCH_CHECK("gelu_backward_kernel");
-    add_partials(dev, {dinp_sum}, partials, slices, C);
+    add_partials(dev, {dinp_sum}, {.rows = partials, .count = slices, .columns = C});
 }
 
 size_t gelu_scratch_bytes(const Cuda& dev, int C) {

@@ -339,7 +339,8 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
             const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, (N - 1) / warps + 1));
             kernel<<<blocks, warps * kWarp, smem, dev.stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N);
             LAUNCH_CHECK("layernorm_backward_rows_kernel");
-            add_partials(dev, {dweight, dbias, dinp_sum}, partials, blocks, C);
+            add_partials(dev, {dweight, dbias, dinp_sum},
+                         {.rows = partials, .count = blocks, .columns = C});
         };
         if (dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight) && at_size_of_gpt2(C, launch)) return;
     }
@@ -351,7 +352,8 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
     const int blocks = static_cast<int>(std::min<size_t>(backward_blocks(dev, C), N));
     kernel<<<blocks, backward_threads(C), 0, dev.stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C);
     LAUNCH_CHECK("layernorm_backward_kernel");
-    add_partials(dev, {dweight, dbias, dinp_sum}, partials, blocks, C);
+    add_partials(dev, {dweight, dbias, dinp_sum},
+                 {.rows = partials, .count = blocks, .columns = C});
 }
 
 #define INSTANTIATE(X)                                                                                             \

@@ -18,8 +18,8 @@
 // Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in fp32.
 // Limits: any N, C, OC, but odd sizes are slow.
 #include <algorithm>
+#include <compare>
 #include <map>
-#include <tuple>
 
 #include "cuda/cublas.h"
 #include "cuda/partials.cuh"
@@ -35,14 +35,11 @@ struct PlanKey {
     MatmulProduct product;
     bool tf32;
     int device;
-    int align_a, align_b, align_d;  // bytes by which pointers are aligned (d's and c's), as some algorithms need 16
+    int align_a;  // bytes by which pointers are aligned, because some algorithms need 16
+    int align_b;
+    int align_d;  // of D and C
 
-    auto tie() const {
-        const MatmulProduct& p = product;
-        return std::tie(p.rows, p.cols, p.k, p.transpose_a, p.transpose_b, p.epilogue, p.accumulate, p.in, p.out, tf32,
-                        device, align_a, align_b, align_d);
-    }
-    bool operator<(const PlanKey& o) const { return tie() < o.tie(); }
+    auto operator<=>(const PlanKey&) const = default;
 };
 
 struct MatmulPlan {
@@ -89,8 +86,14 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
     plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, kEpilogues[static_cast<int>(p.epilogue)]);
     if (o.pre) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
     plan.point_to(o);
-    p.transpose_a ? layout(&plan.a, type(p.in), p.k, p.rows) : layout(&plan.a, type(p.in), p.rows, p.k);
-    p.transpose_b ? layout(&plan.b, type(p.in), p.cols, p.k) : layout(&plan.b, type(p.in), p.k, p.cols);
+    if (p.transpose_a)
+        layout(&plan.a, type(p.in), p.k, p.rows);
+    else
+        layout(&plan.a, type(p.in), p.rows, p.k);
+    if (p.transpose_b)
+        layout(&plan.b, type(p.in), p.cols, p.k);
+    else
+        layout(&plan.b, type(p.in), p.k, p.cols);
     layout(&plan.d, type(p.out), p.rows, p.cols);
 
     cublasLtMatmulPreferenceOpaque_t preference;
@@ -126,10 +129,14 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
 template <class X, class Y = X>
 void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
-    product.in = dtype_of<X>(), product.out = dtype_of<Y>();
-    const bool tf32 = std::is_same_v<X, float> && dev.tf32;
-    const int align_d = std::min(alignment(o.d), alignment(o.addend()));
-    const PlanKey key = {product, tf32, dev.device, alignment(o.a), alignment(o.b), align_d};
+    product.in = dtype_of<X>();
+    product.out = dtype_of<Y>();
+    const PlanKey key = {.product = product,
+                         .tf32 = std::is_same_v<X, float> && dev.tf32,
+                         .device = dev.device,
+                         .align_a = alignment(o.a),
+                         .align_b = alignment(o.b),
+                         .align_d = std::min(alignment(o.d), alignment(o.addend()))};
     static std::map<PlanKey, MatmulPlan> plans;
     auto found = plans.find(key);
     if (found == plans.end()) found = plans.emplace(key, make_plan(dev, key, o)).first;
@@ -170,20 +177,40 @@ void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, cons
                     const X* residual) {
     check_sizes(C, OC);
     multiply<X>(dev,
-                {size_t(OC), N, size_t(C), true, false, bias ? Epilogue::bias : Epilogue::none, residual != nullptr},
-                {out, weight, inp, bias, nullptr, residual == out ? nullptr : residual});
+                MatmulProduct{.rows = size_t(OC),
+                              .cols = N,
+                              .k = size_t(C),
+                              .transpose_a = true,
+                              .epilogue = bias ? Epilogue::bias : Epilogue::none,
+                              .accumulate = residual != nullptr},
+                MatmulOperands{.d = out,
+                               .a = weight,
+                               .b = inp,
+                               .bias = bias,
+                               .c = residual == out ? nullptr : residual});
 }
 
 template <class X>
 void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
                          int OC) {
     check_sizes(C, OC);
-    if constexpr (std::is_same_v<X, bf16>)
-        if (matmul_sm90_takes(dev, C, OC) && vectorises<X>(OC, out, pre, inp, weight, bias))
-            return matmul_sm90_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC);
+    if constexpr (std::is_same_v<X, bf16>) {
+        const Sm90Product product = {.N = N, .K = C, .OC = OC};
+        if (matmul_sm90_takes(dev, product) && vectorises<X>(OC, out, pre, inp, weight, bias)) {
+            matmul_sm90_gelu_forward(
+                dev, product, {.out = out, .pre = pre, .inp = inp, .weight = weight, .bias = bias});
+            return;
+        }
+    }
     // cuBLASLt's GELU wants aligned rows. Its precision is reduced, which bf16 does not see.
     if (std::is_same_v<X, bf16> && vectorises<X>(OC, out, pre)) {
-        multiply<X>(dev, {size_t(OC), N, size_t(C), true, false, Epilogue::gelu}, {out, weight, inp, bias, pre});
+        multiply<X>(dev,
+                    MatmulProduct{.rows = size_t(OC),
+                                  .cols = N,
+                                  .k = size_t(C),
+                                  .transpose_a = true,
+                                  .epilogue = Epilogue::gelu},
+                    MatmulOperands{.d = out, .a = weight, .b = inp, .bias = bias, .pre = pre});
     } else {
         matmul_forward(dev, pre, inp, weight, bias, N, C, OC);
         gelu_forward(dev, out, pre, N * OC);
@@ -195,9 +222,16 @@ void matmul_backward(const Cuda& dev, std::common_type_t<Y>* dinp, float* dweigh
                      const X* weight, size_t N, int C, int OC, bool accumulate) {
     check_sizes(C, OC);
     if (dweight)
-        multiply<X, float>(dev, {size_t(C), size_t(OC), N, false, true, Epilogue::none, accumulate},
-                           {dweight, inp, dout});
-    if (dinp) multiply<X, Y>(dev, {size_t(C), N, size_t(OC), false, false}, {dinp, weight, dout});
+        multiply<X, float>(dev,
+                           MatmulProduct{.rows = size_t(C),
+                                         .cols = size_t(OC),
+                                         .k = N,
+                                         .transpose_b = true,
+                                         .accumulate = accumulate},
+                           MatmulOperands{.d = dweight, .a = inp, .b = dout});
+    if (dinp)
+        multiply<X, Y>(dev, MatmulProduct{.rows = size_t(C), .cols = N, .k = size_t(OC)},
+                       MatmulOperands{.d = dinp, .a = weight, .b = dout});
 }
 
 template <class X>
@@ -214,7 +248,7 @@ void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dq
     float* partials = static_cast<float*>(scratch);
     kernel<<<grid, kColumnThreads, 0, dev.stream>>>(partials, dqkv, N, C, 3 * C);
     LAUNCH_CHECK("bias_backward_kernel");
-    add_partials(dev, {dqkvb}, partials, slices, C);
+    add_partials(dev, {dqkvb}, {.rows = partials, .count = slices, .columns = C});
 }
 
 size_t qkv_bias_scratch_bytes(const Cuda& dev, int C) {
@@ -225,15 +259,28 @@ template <class X>
 void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
                           const X* weight, const X* pre, size_t N, int C, int OC) {
     check_sizes(C, OC);
-    if constexpr (std::is_same_v<X, bf16>)
-        if (matmul_sm90_takes(dev, OC, C) && vectorises<X>(C, dpre, out, scratch, dout, weight, pre))
-            return matmul_sm90_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, OC, C);
+    if constexpr (std::is_same_v<X, bf16>) {
+        const Sm90Product product = {.N = N, .K = OC, .OC = C};
+        if (matmul_sm90_takes(dev, product) &&
+            vectorises<X>(C, dpre, out, scratch, dout, weight, pre)) {
+            matmul_sm90_gelu_backward(dev, product,
+                                      {.dpre = dpre,
+                                       .dpre_sum = dpre_sum,
+                                       .out = out,
+                                       .scratch = scratch,
+                                       .dout = dout,
+                                       .weight = weight,
+                                       .pre = pre});
+            return;
+        }
+    }
     matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
 size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
-    const size_t fused = matmul_sm90_takes(dev, OC, C) ? matmul_sm90_scratch_bytes(N, C) : 0;
+    const Sm90Product product = {.N = N, .K = OC, .OC = C};
+    const size_t fused = matmul_sm90_takes(dev, product) ? matmul_sm90_scratch_bytes(product) : 0;
     return std::max(fused, gelu_scratch_bytes(dev, C));
 }
 

@@ -47,11 +47,16 @@ float time_of(const Cuda& dev, F run) {
 
 }  // namespace
 
-void fill_hostile(const Cuda& dev, void* x, DType type, size_t lines, size_t k, bool k_inner, int set, bool second) {
+void fill_hostile(const Cuda& dev, void* x, int set, const HostileOperand& operand) {
     const auto launch = [&](auto* x) {
-        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(x, lines, k, k_inner, set, second);
+        const bool second = operand.side == HostileOperand::kB;
+        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(x, operand.lines, operand.k,
+                                                                     operand.k_inner, set, second);
     };
-    type == DType::bf16 ? launch(static_cast<bf16*>(x)) : launch(static_cast<float*>(x));
+    if (operand.type == DType::bf16)
+        launch(static_cast<bf16*>(x));
+    else
+        launch(static_cast<float*>(x));
     LAUNCH_CHECK("hostile_kernel");
 }
 
@@ -96,8 +101,18 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     for (int set = 0; set <= kHostileSets && equal.size() > 1; set++) {
         const bool hostile_set = set < kHostileSets;
         if (hostile_set) {
-            fill_hostile(dev, memory, p.in, p.rows, p.k, p.transpose_a, set, false);
-            fill_hostile(dev, memory + b_at, p.in, p.cols, p.k, !p.transpose_b, set, true);
+            fill_hostile(dev, memory, set,
+                         {.side = HostileOperand::kA,
+                          .type = p.in,
+                          .lines = p.rows,
+                          .k = p.k,
+                          .k_inner = p.transpose_a});
+            fill_hostile(dev, memory + b_at, set,
+                         {.side = HostileOperand::kB,
+                          .type = p.in,
+                          .lines = p.cols,
+                          .k = p.k,
+                          .k_inner = !p.transpose_b});
         }
         const MatmulOperands& x = hostile_set ? hostile : own;
         const auto expected = outcome(0, x);

@@ -11,6 +11,7 @@
 // first wins where nothing can be compared (a small product, too little memory, an operand that is all 0). It is every
 // other process's reference too, so a resumed run with more memory, or other values, has the same bits.
 #pragma once
+#include <compare>
 #include <functional>
 #include <vector>
 
@@ -20,20 +21,27 @@ enum class Epilogue { none, bias, gelu };
 
 // D (rows × cols, column-major) = epilogue(op(A)·op(B) + beta·C), with inner dimension k.
 struct MatmulProduct {
-    size_t rows, cols, k;
-    bool transpose_a, transpose_b;
+    size_t rows = 0;
+    size_t cols = 0;
+    size_t k = 0;
+    bool transpose_a = false;
+    bool transpose_b = false;
     Epilogue epilogue = Epilogue::none;
-    bool accumulate = false;                  // beta = 1
-    DType in = DType::f32, out = DType::f32;  // the types of A, B, bias and pre, and of D
+    bool accumulate = false;  // beta = 1
+    DType in = DType::f32;    // the type of A, B, bias and pre
+    DType out = DType::f32;   // the type of D
+
+    auto operator<=>(const MatmulProduct&) const = default;
 };
 
-// `bias` has one value for each row of D. `pre` is D before GELU, which Epilogue::gelu writes. Without `c`, C is D.
 struct MatmulOperands {
-    void* d;
-    const void *a, *b;
-    const void* bias = nullptr;
-    void* pre = nullptr;
-    const void* c = nullptr;
+    void* d = nullptr;
+    const void* a = nullptr;
+    const void* b = nullptr;
+    const void* bias = nullptr;  // one value for each row of D
+    void* pre = nullptr;         // Epilogue::gelu writes D before GELU here
+    const void* c = nullptr;     // null: C is D
+
     const void* addend() const { return c ? c : d; }  // C
 };
 
@@ -48,8 +56,16 @@ struct RaceResult {
 RaceResult race(const Cuda& dev, const MatmulProduct& product, const MatmulOperands& o, int count,
                 const RunAlgorithm& run);
 
-// Writes A of a hostile set, or B if `second`. A line is a row of op(A) or a column of op(B). Its k elements lie one
-// after the other (k_inner) or `lines` apart. In set 0 the second half of k takes back what the first adds. In set 1
-// sizes are mixed too, not only signs. In set 2 each row of A has one large element.
+// One operand of a hostile set. A line is a row of op(A) or a column of op(B).
+struct HostileOperand {
+    enum Side { kA, kB };
+    Side side = kA;
+    DType type = DType::f32;
+    size_t lines = 0;
+    size_t k = 0;          // elements of a line
+    bool k_inner = false;  // a line's elements are contiguous; otherwise they are `lines` apart
+};
+// Writes x. In set 0 the second half of k takes back what the first adds. In set 1 sizes are mixed
+// too, not only signs. In set 2 each row of A has one large element.
 constexpr int kHostileSets = 3;
-void fill_hostile(const Cuda& dev, void* x, DType type, size_t lines, size_t k, bool k_inner, int set, bool second);
+void fill_hostile(const Cuda& dev, void* x, int set, const HostileOperand& operand);

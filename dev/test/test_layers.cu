@@ -447,7 +447,7 @@ TEST(qkv_bias) {
 enum { kWhole, kSplit, kSplitIfAdded, kSplitOnOwn, kIdle };
 TEST(matmul_race) {
     const Cuda& dev = gpu();
-    MatmulProduct p = {1024, 1024, 2048, false, false};
+    MatmulProduct p = {.rows = 1024, .cols = 1024, .k = 2048};
     const size_t rows = p.rows, K = p.k, n = rows * K;
     const Tensor<float> ones(Values(n, 1.0)), zeros(Values(n, 0.0)), a(randn<float>(n)), b(randn<float>(n)),
         d(randn<float>(rows * p.cols));
@@ -468,11 +468,13 @@ TEST(matmul_race) {
     const auto race_of = [&](const Numbers& kinds, const float* a, const float* b) {
         runs = 0;
         return race(
-            Late(), p, {d, a, b}, static_cast<int>(kinds.size()), [&](int i, const MatmulOperands& o, bool add) {
+            Late(), p, {.d = d, .a = a, .b = b}, static_cast<int>(kinds.size()),
+            [&](int i, const MatmulOperands& o, bool add) {
                 runs++;
                 const bool split =
                     kinds[i] == kSplit || (kinds[i] == kSplitIfAdded && add) || (kinds[i] == kSplitOnOwn && o.a == a);
-                if (kinds[i] != kIdle) multiply(o, add, split);
+                if (kinds[i] != kIdle)
+                    multiply(o, add, split);
                 return true;
             });
     };
@@ -500,11 +502,16 @@ TEST(matmul_race) {
     // Each hostile set can tell a split of K by itself.
     const Tensor<float> hostile_a(poison(n)), hostile_b(poison(n));
     for (int set = 0; set < kHostileSets; set++) {
-        fill_hostile(Late(), hostile_a, DType::f32, rows, K, false, set, false);
-        fill_hostile(Late(), hostile_b, DType::f32, rows, K, true, set, true);
-        multiply({d, hostile_a, hostile_b}, false, false);
+        HostileOperand operand = {
+            .side = HostileOperand::kA, .type = DType::f32, .lines = rows, .k = K};
+        fill_hostile(Late(), hostile_a, set, operand);
+        operand.side = HostileOperand::kB;
+        operand.k_inner = true;
+        fill_hostile(Late(), hostile_b, set, operand);
+        const MatmulOperands operands = {.d = d, .a = hostile_a, .b = hostile_b};
+        multiply(operands, false, false);
         const Values whole = d.values();
-        multiply({d, hostile_a, hostile_b}, false, true);
+        multiply(operands, false, true);
         if (same_bits(d.values(), whole)) test::report("hostile set", set, "a split of K gives the same bits");
     }
 }
@@ -847,10 +854,20 @@ TEST(checksums) {
 
 // Ranges that begin and end anywhere, with a gap that must stay as it was.
 constexpr size_t kAdamSize = 10007;
-constexpr ParamRange kRanges[] = {
-    {0, 1, false}, {1, 2050, true}, {2051, 6, false}, {2060, 7000, true}, {9060, 947, false}};
+constexpr ParamRange kRanges[] = {{.begin = 0, .size = 1, .decay = false},
+                                  {.begin = 1, .size = 2050, .decay = true},
+                                  {.begin = 2051, .size = 6, .decay = false},
+                                  {.begin = 2060, .size = 7000, .decay = true},
+                                  {.begin = 9060, .size = 947, .decay = false}};
 AdamW hyper(int step, float max_norm = 1.f) {
-    return {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, max_norm, step, 42};
+    return {.lr = 1e-2f,
+            .beta1 = 0.9f,
+            .beta2 = 0.95f,
+            .eps = 1e-8f,
+            .weight_decay = 0.1f,
+            .max_norm = max_norm,
+            .step = step,
+            .seed = 42};
 }
 
 // The optimizer's state. With X = bf16 the master must equal a float twin's parameters.
@@ -903,8 +920,18 @@ TEST(adamw_shares) {
     };
     update(params, fp32, start, g, {{0, 3 * 4 * piece, true}, {3 * 4 * piece, 4096, false}});
     for (size_t r = 0; r < 4; r++) {
-        const ParamRange share[] = {{r * piece, piece, true, 3, 4 * piece, r * piece},
-                                    {3 * 4 * piece + r * 1024, 1024, false, 1, 4096, 9 * piece + r * 1024}};
+        const ParamRange share[] = {{.begin = r * piece,
+                                     .size = piece,
+                                     .decay = true,
+                                     .pieces = 3,
+                                     .stride = 4 * piece,
+                                     .skipped = r * piece},
+                                    {.begin = 3 * 4 * piece + r * 1024,
+                                     .size = 1024,
+                                     .decay = false,
+                                     .pieces = 1,
+                                     .stride = 4096,
+                                     .skipped = 9 * piece + r * 1024}};
         Values own_start(own), own_g(own);
         for (const ParamRange& range : share)
             for (size_t p = 0; p < range.pieces; p++) {
@@ -1012,7 +1039,8 @@ TEST(adamw_errors) {
     CHECK_ERROR(update(0, std::vector<ParamRange>(33, one), 1), "33 parameter ranges");
     CHECK_ERROR(update(1, {one}, 1), "aligned");
     CHECK_ERROR(update(0, {one}, 0), "step 0");
-    CHECK_ERROR(update(0, {ParamRange{0, 6, true, 2, 12, 0}}, 1), "pieces of 6 elements");
+    const ParamRange pieces = {.begin = 0, .size = 6, .decay = true, .pieces = 2, .stride = 12};
+    CHECK_ERROR(update(0, {pieces}, 1), "pieces of 6 elements");
 }
 
 }  // namespace

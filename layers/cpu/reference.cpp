@@ -147,12 +147,27 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
 // ---------------------------------------------------------------------------------------------------------------------
 // Matmul: out = inp·weightᵀ + bias;  dinp = dout·weight, dweight = doutᵀ·inp
 
-// A matrix read through strides: element (i, j) is p[i·row + j·col]. Transposing swaps the strides.
+// A matrix read through strides: element (i, j) is p[i·row + j·col].
 namespace {
 template <class X>
 struct Matrix {
     const X* p;
-    size_t row, col;
+    size_t row;
+    size_t col;
+
+    const X& at(size_t i, size_t j) const { return p[i * row + j * col]; }
+    Matrix from(size_t i, size_t j) const { return {.p = &at(i, j), .row = row, .col = col}; }
+    Matrix transposed() const { return {.p = p, .row = col, .col = row}; }
+};
+template <class X>
+Matrix<X> row_major(const X* p, int columns) {
+    return {.p = p, .row = size_t(columns), .col = 1};
+}
+
+struct Product {  // (M,N) = (M,K)·(K,N)
+    size_t M;
+    size_t N;
+    size_t K;
 };
 }  // namespace
 
@@ -161,7 +176,8 @@ struct Matrix {
 template <size_t W, class Row, class X>
 static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
     for (size_t k = 0; k < depth; k++)
-        for (size_t w = 0; w < W; w++) strip[k][w] = w < width ? m.p[k * m.row + w * m.col] : X(0);
+        for (size_t w = 0; w < W; w++)
+            strip[k][w] = w < width ? m.at(k, w) : X(0);
 }
 
 // c += a·b for c (M,N) row-major, a (M,K), b (K,N). All three products of the layer are this one with different
@@ -172,7 +188,10 @@ static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
 // sums take 6 registers of AVX-512 or 12 of AVX's 16. The loop reads packed strips of a and b, Kc deep. A strip of b
 // (16 KiB) stays in L1 while Mc rows of a go by. These rows are packed once for all of b's Nc columns.
 template <class X>
-static void add_product(X* c, Matrix<X> a, Matrix<X> b, size_t M, size_t N, size_t K) {
+static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) {
+    const size_t M = product.M;
+    const size_t N = product.N;
+    const size_t K = product.K;
     constexpr size_t Mr = 6, Nr = 64 / sizeof(X), Mc = 4 * Mr, Nc = 128 * Nr, Kc = 256;
     struct AStrip {
         X at[Kc][Mr];
@@ -186,14 +205,13 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, size_t M, size_t N, size
             const size_t j1 = std::min(j0 + Nc, N), depth = std::min(Kc, K - k0);
 #pragma omp parallel for
             for (size_t j = j0; j < j1; j += Nr)
-                pack<Nr>(b_strips[(j - j0) / Nr].at, Matrix<X>{b.p + k0 * b.row + j * b.col, b.row, b.col}, depth,
-                         std::min(Nr, N - j));
+                pack<Nr>(b_strips[(j - j0) / Nr].at, b.from(k0, j), depth, std::min(Nr, N - j));
 #pragma omp parallel for
             for (size_t i0 = 0; i0 < M; i0 += Mc) {
                 const size_t i1 = std::min(i0 + Mc, M);
                 AStrip a_strips[Mc / Mr];
                 for (size_t i = i0; i < i1; i += Mr)
-                    pack<Mr>(a_strips[(i - i0) / Mr].at, Matrix<X>{a.p + i * a.row + k0 * a.col, a.col, a.row}, depth,
+                    pack<Mr>(a_strips[(i - i0) / Mr].at, a.from(i, k0).transposed(), depth,
                              std::min(Mr, M - i));
                 for (size_t j = j0; j < j1; j += Nr)
                     for (size_t i = i0; i < i1; i += Mr) {
@@ -220,17 +238,21 @@ void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* 
     for (size_t n = 0; n < N; n++)
         for (int o = 0; o < OC; o++)
             out[n * OC + o] = (bias ? bias[o] : X(0)) + (residual ? residual[n * OC + o] : X(0));
-    add_product<X>(out, {inp, size_t(C), 1}, {weight, 1, size_t(C)}, N, OC, C);
+    add_product(out, row_major(inp, C), row_major(weight, C).transposed(),
+                {.M = N, .N = size_t(OC), .K = size_t(C)});
 }
 
 template <class X>
 void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
                      int C, int OC, bool accumulate) {
     if (dweight && !accumulate) dev.zero(dweight, size_t(OC) * C * sizeof(Acc<X>));
-    if (dweight) add_product<X>(dweight, {dout, 1, size_t(OC)}, {inp, size_t(C), 1}, OC, C, N);
+    if (dweight)
+        add_product(dweight, row_major(dout, OC).transposed(), row_major(inp, C),
+                    {.M = size_t(OC), .N = size_t(C), .K = N});
     if (dinp) {
         dev.zero(dinp, N * C * sizeof(X));
-        add_product<X>(dinp, {dout, size_t(OC), 1}, {weight, size_t(C), 1}, N, C, OC);
+        add_product(dinp, row_major(dout, OC), row_major(weight, C),
+                    {.M = N, .N = size_t(C), .K = size_t(OC)});
     }
 }
 

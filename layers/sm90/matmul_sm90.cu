@@ -38,21 +38,40 @@ __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Describes x (rows, columns) for boxes of 64 columns by `box_rows` rows, with coordinates (0, column / 64, row, 0).
-CUtensorMap matrix_map(const char* name, const bf16* x, size_t rows, int columns, int box_rows) {
-    return tensor_map(name, Heads<const bf16>{x, rows * columns, size_t(columns)}, 1, static_cast<int>(rows),
-                      columns / 64, 64, box_rows);
+struct Matrix {
+    const bf16* x;
+    size_t rows;
+    int columns;
+};
+// Describes m for boxes of 64 columns by `box_rows` rows, with coordinates (0, column / 64, row, 0):
+// one sequence, whose tokens are m's rows and whose heads are panels of 64 columns.
+CUtensorMap matrix_map(const char* name, const Matrix& m, int box_rows) {
+    const Heads<const bf16> panels = {
+        .ptr = m.x, .batch = m.rows * m.columns, .token = static_cast<size_t>(m.columns)};
+    return tensor_map(name, panels, /*B=*/1, /*T=*/static_cast<int>(m.rows), /*NH=*/m.columns / 64,
+                      /*HS=*/64, box_rows);
 }
 
+// The operands of a product as they are in memory: A (N,K), and B (OC,K), or (K,OC) backward.
+struct Factors {
+    const bf16* a;
+    const bf16* b;
+};
+
 template <Mode mode, int kEpilogueWarps = kFew>
-void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, int K) {
+void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors, Problem p) {
     using Block = ::Block<mode, kEpilogueWarps>;
-    const CUtensorMap a_map = matrix_map("A", a, N, K, kRows);
-    const CUtensorMap b_map =
-        Block::Backward ? matrix_map("B", b, K, p.OC, kChunk) : matrix_map("B", b, p.OC, K, kColumns / kCluster);
+    const size_t N = product.N;
+    const int K = product.K;
+    const int OC = product.OC;
+    const CUtensorMap a_map = matrix_map("A", {.x = factors.a, .rows = N, .columns = K}, kRows);
+    const Matrix b = Block::Backward ? Matrix{.x = factors.b, .rows = size_t(K), .columns = OC}
+                                     : Matrix{.x = factors.b, .rows = size_t(OC), .columns = K};
+    const CUtensorMap b_map = matrix_map("B", b, Block::Backward ? kChunk : kColumns / kCluster);
     p.N = static_cast<int>(N);
+    p.OC = OC;
     p.chunks = K / kChunk;
-    p.columns = static_cast<int>(ceil_div(p.OC, kColumns));
+    p.columns = static_cast<int>(ceil_div(OC, kColumns));
     p.pairs = static_cast<int>(ceil_div(N, kRows * kCluster));
     p.items = p.pairs * p.columns;
     const auto kernel = matmul_sm90_kernel<mode, kEpilogueWarps>;
@@ -61,8 +80,12 @@ void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, 
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = kCluster, config.blockDim = Block::kThreads, config.dynamicSmemBytes = kSmem;
-    config.stream = dev.stream, config.attrs = &cluster, config.numAttrs = 1;
+    config.gridDim = kCluster;
+    config.blockDim = Block::kThreads;
+    config.dynamicSmemBytes = kSmem;
+    config.stream = dev.stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
     // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking takes microseconds,
     // so the answer is kept.
     static std::map<int, int> most;  // of each device
@@ -78,38 +101,56 @@ int partial_rows(size_t N, int epilogue_warps) {
 
 }  // namespace
 
-bool matmul_sm90_takes(const Cuda& dev, int K, int OC) {
-    return dev.sm90a && K % kChunk == 0 && OC % kColumns == 0;
+bool matmul_sm90_takes(const Cuda& dev, const Sm90Product& product) {
+    return dev.sm90a && product.K % kChunk == 0 && product.OC % kColumns == 0;
 }
 
-void matmul_sm90_gelu_forward(const Cuda& dev, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
-                              const bf16* bias, size_t N, int K, int OC) {
-    if (N == 0) return;
+void matmul_sm90_gelu_forward(const Cuda& dev, const Sm90Product& product,
+                              const Sm90ForwardOperands& o) {
+    if (product.N == 0)
+        return;
     Problem p{};
-    p.OC = OC, p.bias = bias, p.pre = pre, p.out = out;
-    launch<Mode::forward>(dev, p, N, inp, weight, K);
+    p.bias = o.bias;
+    p.pre = o.pre;
+    p.out = o.out;
+    launch<Mode::forward>(dev, product, {.a = o.inp, .b = o.weight}, p);
 }
 
-size_t matmul_sm90_scratch_bytes(size_t N, int OC) {
-    return static_cast<size_t>(partial_rows(N, kMany)) * OC * sizeof(float);
+size_t matmul_sm90_scratch_bytes(const Sm90Product& product) {
+    return static_cast<size_t>(partial_rows(product.N, kMany)) * product.OC * sizeof(float);
 }
 
-void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf16* out, void* scratch, const bf16* dout,
-                               const bf16* weight, const bf16* pre, size_t N, int K, int OC) {
-    if (N == 0) return;
+void matmul_sm90_gelu_backward(const Cuda& dev, const Sm90Product& product,
+                               const Sm90BackwardOperands& o) {
+    if (product.N == 0)
+        return;
     Problem p{};
-    p.OC = OC, p.pre_in = pre, p.dpre = dpre, p.out = out, p.partials = static_cast<float*>(scratch);
+    p.pre_in = o.pre;
+    p.dpre = o.dpre;
+    p.out = o.out;
+    p.partials = static_cast<float*>(o.scratch);
     const auto run = [&](auto epilogue_warps) {
-        const auto kind = out ? launch<Mode::backward_again, epilogue_warps> : launch<Mode::backward, epilogue_warps>;
-        kind(dev, p, N, dout, weight, K);
-        add_partials(dev, {dpre_sum}, p.partials, partial_rows(N, epilogue_warps), OC);
+        const auto kind = o.out ? launch<Mode::backward_again, epilogue_warps>
+                                : launch<Mode::backward, epilogue_warps>;
+        kind(dev, product, {.a = o.dout, .b = o.weight}, p);
+        add_partials(dev, {o.dpre_sum},
+                     {.rows = p.partials,
+                      .count = partial_rows(product.N, epilogue_warps),
+                      .columns = product.OC});
     };
-    K < kLongK ? run(std::integral_constant<int, kMany>()) : run(std::integral_constant<int, kFew>());
+    if (product.K < kLongK)
+        run(std::integral_constant<int, kMany>());
+    else
+        run(std::integral_constant<int, kFew>());
 }
 
-void matmul_sm90_exponentials(const Cuda& dev, bf16* out, float* sums, const bf16* inp, const bf16* weight,
-                              const float* shifts, const int* targets, size_t N, int K, int V, int OC) {
+void matmul_sm90_exponentials(const Cuda& dev, const Sm90Product& product,
+                              const Sm90ExponentialOperands& o) {
     Problem p{};
-    p.OC = OC, p.V = V, p.shifts = shifts, p.targets = targets, p.out = out, p.partials = sums;
-    launch<Mode::exponentials>(dev, p, N, inp, weight, K);
+    p.V = o.V;
+    p.shifts = o.shifts;
+    p.targets = o.targets;
+    p.out = o.out;
+    p.partials = o.sums;
+    launch<Mode::exponentials>(dev, product, {.a = o.inp, .b = o.weight}, p);
 }
