@@ -36,8 +36,7 @@ constexpr const char* name_of(DType t) {
 struct Attention {
     std::string_view name;
     static const Attention flash, naive;
-    bool operator==(const Attention& other) const { return name == other.name; }
-    bool operator!=(const Attention& other) const { return name != other.name; }
+    bool operator==(const Attention&) const = default;
 };
 inline constexpr Attention Attention::flash{"flash"}, Attention::naive{"naive"};
 

@@ -65,8 +65,9 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
 // computed. dinp is X or, if Y is float, fp32. Deterministic. The bias gradient is the sum of dout's rows. The call that
 // made dout computes it (layernorm_backward's dinp_sum, matmul_gelu_backward's dpre_sum), or qkv_bias_backward does.
 template <class X, class Y = X>
-void matmul_backward(const Cuda& dev, std::common_type_t<Y>* dinp, float* dweight, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC, bool accumulate = true);
+void matmul_backward(const Cuda& dev, std::type_identity_t<Y>* dinp, float* dweight, const X* dout,
+                     const X* inp, const X* weight, size_t N, int C, int OC,
+                     bool accumulate = true);
 
 // Backward of a linear layer and of the GELU before it. Writes dpre (N,C) = (dout (N,OC)·weight (OC,C))∘gelu'(pre) and
 // adds its sum over rows into dpre_sum (C). Also writes out (N,C) = gelu(pre), unless out is null. Deterministic. Needs

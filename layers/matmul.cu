@@ -218,8 +218,8 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
 }
 
 template <class X, class Y>
-void matmul_backward(const Cuda& dev, std::common_type_t<Y>* dinp, float* dweight, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC, bool accumulate) {
+void matmul_backward(const Cuda& dev, std::type_identity_t<Y>* dinp, float* dweight, const X* dout,
+                     const X* inp, const X* weight, size_t N, int C, int OC, bool accumulate) {
     check_sizes(C, OC);
     if (dweight)
         multiply<X, float>(dev,
