@@ -75,7 +75,7 @@ struct Parameters {
 template <class X>
 struct Activations {
     using A = Acc<X>;
-    X *encoded, *ln1, *qkv, *atty, *att, *residual2, *ln2, *fch, *gelu, *residual3, *lnf;
+    X *encoded, *ln1, *qkv, *atty, *att, *residual2, *ln2, *fch, *act, *residual3, *lnf;
     A *ln1_mean, *ln1_rstd, *lse, *ln2_mean, *ln2_rstd, *lnf_mean, *lnf_rstd;
 
     static TensorList list(const Sizes& s) {
@@ -95,8 +95,8 @@ struct Activations {
         t.each("ln2", &S::ln2, NC, s.kept(2));        // (N, C)
         t.each("ln2_mean", &S::ln2_mean, N, L);       // (N)
         t.each("ln2_rstd", &S::ln2_rstd, N, L);       // (N)
-        t.each("fch", &S::fch, 4 * NC, L);            // (N, 4C) before GELU
-        t.each("gelu", &S::gelu, 4 * NC, s.kept(1));  // (N, 4C) after it
+        t.each("fch", &S::fch, 4 * NC, L);            // (N, 4C) before the activation function
+        t.each("act", &S::act, 4 * NC, s.kept(1));    // (N, 4C) after it
         t.each("residual3", &S::residual3, NC, L);    // (N, C) after the MLP
         t.once("lnf", &S::lnf, NC);                   // (N, C)
         t.once("lnf_mean", &S::lnf_mean, N);          // (N)
@@ -158,8 +158,8 @@ struct GPT2 {
             attend(a, b, t, past, alone);
             matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
             layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
-            matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
-            matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
+            matmul_activation_forward(dev, a.act, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
+            matmul_forward(dev, a.residual3, a.act, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
             residual = a.residual3;
             note_progress();
         }
@@ -224,13 +224,15 @@ struct GPT2 {
             const X* residual = l ? activations(l - 1).residual3 : a.encoded;
             A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
             // (N, 4C): fch's gradient, then qkv's. From -r 1 on it is in the logits' memory, which is free by now.
-            X* wide = recompute >= 1 ? buffers.logits : a.gelu;
+            X* wide = recompute >= 1 ? buffers.logits : a.act;
             auto fcproj_weight_gradient = [&] {
-                matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.gelu, nullptr, N, 4 * C, C, accumulate);
+                matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.act, nullptr, N, 4 * C, C,
+                                   accumulate);
             };
-            if (recompute == 0) fcproj_weight_gradient();  // before fch's gradient takes the place of GELU's output
-            matmul_gelu_backward(dev, wide, g.fcb, recompute >= 1 ? a.gelu : nullptr, scratch, dresidual, w.fcprojw,
-                                 a.fch, N, 4 * C, C);
+            if (recompute == 0)
+                fcproj_weight_gradient();  // before fch's gradient takes the place of act
+            matmul_activation_backward(dev, wide, g.fcb, recompute >= 1 ? a.act : nullptr, scratch,
+                                       dresidual, w.fcprojw, a.fch, N, 4 * C, C);
             if (recompute >= 1) fcproj_weight_gradient();  // needs the output that the pass over fch recomputed
             if (recompute >= 2)
                 layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
@@ -336,9 +338,9 @@ struct GPT2 {
 
     // -----------------------------------------------------------------------------------------------------------------
     // Making a model. The constructor makes only the tables, and allocate() makes them memory. training adds gradients,
-    // optimizer state and what backward needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer
-    // norms', and backward computes them again. micro_steps is this rank's number. Without training only a model with a
-    // cache can generate.
+    // optimizer state and what backward needs. At recompute 1 forward does not keep act, at 2 nor the layer norms'
+    // outputs, and backward computes them again. micro_steps is this rank's number. Without training only a model with
+    // a cache can generate.
 
     GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
          int recompute = 0, const Ranks<Dev>& ranks = {}, bool cache = false)
@@ -372,10 +374,11 @@ struct GPT2 {
         sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
         sizes.batch = micro_steps * batch_ints();
         sizes.scratch =
-            std::max({ring ? 0 : attention_scratch_bytes<X>(dev, attention, shape), encoder_scratch_bytes(dev, B, T, C),
-                      layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C),
-                      matmul_gelu_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev), size_t(256),
-                      cross_entropy_scratch_bytes<X>(dev, sizes.chunk, C, config.Vp)});
+            std::max({ring ? 0 : attention_scratch_bytes<X>(dev, attention, shape),
+                      encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
+                      qkv_bias_scratch_bytes(dev, C),
+                      matmul_activation_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev),
+                      size_t(256), cross_entropy_scratch_bytes<X>(dev, sizes.chunk, C, config.Vp)});
 
         params = Arena("parameters", Parameters<X>::list(config), 1);
         if (training) {

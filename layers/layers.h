@@ -56,26 +56,29 @@ template <class X>
 void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
                     const X* residual = nullptr);
 
-// The same, followed by GELU. Writes pre (N,OC) = inp·weightᵀ + bias, which backward needs, and out (N,OC) = gelu(pre).
+// The same, followed by the activation f. Writes pre (N,OC) = inp·weightᵀ + bias, which backward
+// needs, and out (N,OC) = f(pre).
 template <class X>
-void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
-                         int OC);
+void matmul_activation_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight,
+                               const X* bias, size_t N, int C, int OC);
 
-// Adds into dweight (OC,C), or writes it if !accumulate, then writes dinp (N,C), which may be inp. A null output is not
-// computed. dinp is X or, if Y is float, fp32. Deterministic. The bias gradient is the sum of dout's rows. The call that
-// made dout computes it (layernorm_backward's dinp_sum, matmul_gelu_backward's dpre_sum), or qkv_bias_backward does.
+// Adds into dweight (OC,C), or writes it if !accumulate, then writes dinp (N,C), which may be inp. A
+// null output is not computed. dinp is X or, if Y is float, fp32. Deterministic. The bias gradient is
+// the sum of dout's rows. The call that made dout computes it (layernorm_backward's dinp_sum,
+// matmul_activation_backward's dpre_sum), or qkv_bias_backward does.
 template <class X, class Y = X>
 void matmul_backward(const Cuda& dev, std::type_identity_t<Y>* dinp, float* dweight, const X* dout,
                      const X* inp, const X* weight, size_t N, int C, int OC,
                      bool accumulate = true);
 
-// Backward of a linear layer and of the GELU before it. Writes dpre (N,C) = (dout (N,OC)·weight (OC,C))∘gelu'(pre) and
-// adds its sum over rows into dpre_sum (C). Also writes out (N,C) = gelu(pre), unless out is null. Deterministic. Needs
-// matmul_gelu_scratch_bytes() of scratch.
+// Backward of a linear layer and of the activation before it. Writes dpre (N,C) = (dout (N,OC)·weight
+// (OC,C))∘f'(pre) and adds its sum over rows into dpre_sum (C). Also writes out (N,C) = f(pre), unless
+// out is null. Deterministic. Needs matmul_activation_scratch_bytes() of scratch.
 template <class X>
-void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
-                          const X* weight, const X* pre, size_t N, int C, int OC);
-size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC);
+void matmul_activation_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch,
+                                const X* dout, const X* weight, const X* pre, size_t N, int C,
+                                int OC);
+size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC);
 
 // The bias gradient of the matmul that makes q, k and v, whose output gradient is dqkv (N,3C). The projection behind
 // attention has the weight projw (C,C) and the bias gradient dprojb (C). Only q's part needs a sum over dqkv.
@@ -90,18 +93,19 @@ void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dq
 size_t qkv_bias_scratch_bytes(const Cuda& dev, int C);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// GELU, tanh form (gelu.cu)
+// The activation f (activation.cu, cuda/activation.cuh), which is GELU in its tanh form
 
 // Writes out (n).
 template <class X>
-void gelu_forward(const Cuda& dev, X* out, const X* inp, size_t n);
+void activation_forward(const Cuda& dev, X* out, const X* inp, size_t n);
 
-// Writes dinp (N,C) = dout∘gelu'(inp), which may be dout, and adds its sum over rows into dinp_sum (C). Also writes out
-// (N,C) = gelu(inp), unless out is null. Deterministic. Needs gelu_scratch_bytes() of scratch.
+// Writes dinp (N,C) = dout∘f'(inp), which may be dout, and adds its sum over rows into dinp_sum (C).
+// Also writes out (N,C) = f(inp), unless out is null. Deterministic. Needs activation_scratch_bytes()
+// of scratch.
 template <class X>
-void gelu_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scratch, const X* inp, const X* dout,
-                   size_t N, int C);
-size_t gelu_scratch_bytes(const Cuda& dev, int C);
+void activation_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scratch,
+                         const X* inp, const X* dout, size_t N, int C);
+size_t activation_scratch_bytes(const Cuda& dev, int C);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Classifier (classifier.cu): logits = inp·weightᵀ, and softmax cross-entropy over them

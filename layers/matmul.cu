@@ -4,8 +4,8 @@
 //   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      GELU's derivative has only slow algorithms there
 //   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
 //
-// On Hopper matmul_sm90.cu does the products with a GELU behind or before them, if the shape allows. The bias gradient,
-// derived in layers.h, has kernels of our own, which add in a fixed order.
+// On Hopper matmul_sm90.cu does the products with an activation behind or before them, if the shape
+// allows. The bias gradient, derived in layers.h, has kernels of our own, which add in a fixed order.
 //
 // cuBLAS is column-major, so our row-major (rows, cols) is its (cols, rows) with leading dimension cols. We ask it for
 // the transposed product, outᵀ = weight·inpᵀ and so on. Every operand is then what lies in memory or its transpose.
@@ -21,6 +21,7 @@
 #include <compare>
 #include <map>
 
+#include "cuda/activation.cuh"
 #include "cuda/cublas.h"
 #include "cuda/partials.cuh"
 #include "cuda/vector.cuh"
@@ -191,29 +192,30 @@ void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, cons
 }
 
 template <class X>
-void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
-                         int OC) {
+void matmul_activation_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight,
+                               const X* bias, size_t N, int C, int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>) {
         const Sm90Product product = {.N = N, .K = C, .OC = OC};
         if (matmul_sm90_takes(dev, product) && vectorises<X>(OC, out, pre, inp, weight, bias)) {
-            matmul_sm90_gelu_forward(
+            matmul_sm90_activation_forward(
                 dev, product, {.out = out, .pre = pre, .inp = inp, .weight = weight, .bias = bias});
             return;
         }
     }
-    // cuBLASLt's GELU wants aligned rows. Its precision is reduced, which bf16 does not see.
-    if (std::is_same_v<X, bf16> && vectorises<X>(OC, out, pre)) {
+    // cuBLASLt's GELU wants aligned rows. It is less precise than ours, which bf16 cannot show.
+    const bool in_epilogue = kActivationIsCublasGelu && std::is_same_v<X, bf16>;
+    if (in_epilogue && vectorises<X>(OC, out, pre)) {
         multiply<X>(dev,
                     MatmulProduct{.rows = size_t(OC),
                                   .cols = N,
                                   .k = size_t(C),
                                   .transpose_a = true,
-                                  .epilogue = Epilogue::gelu},
+                                  .epilogue = Epilogue::bias_gelu},
                     MatmulOperands{.d = out, .a = weight, .b = inp, .bias = bias, .pre = pre});
     } else {
         matmul_forward(dev, pre, inp, weight, bias, N, C, OC);
-        gelu_forward(dev, out, pre, N * OC);
+        activation_forward(dev, out, pre, N * OC);
     }
 }
 
@@ -256,41 +258,46 @@ size_t qkv_bias_scratch_bytes(const Cuda& dev, int C) {
 }
 
 template <class X>
-void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
-                          const X* weight, const X* pre, size_t N, int C, int OC) {
+void matmul_activation_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch,
+                                const X* dout, const X* weight, const X* pre, size_t N, int C,
+                                int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>) {
         const Sm90Product product = {.N = N, .K = OC, .OC = C};
         if (matmul_sm90_takes(dev, product) &&
             vectorises<X>(C, dpre, out, scratch, dout, weight, pre)) {
-            matmul_sm90_gelu_backward(dev, product,
-                                      {.dpre = dpre,
-                                       .dpre_sum = dpre_sum,
-                                       .out = out,
-                                       .scratch = scratch,
-                                       .dout = dout,
-                                       .weight = weight,
-                                       .pre = pre});
+            matmul_sm90_activation_backward(dev, product,
+                                            {.dpre = dpre,
+                                             .dpre_sum = dpre_sum,
+                                             .out = out,
+                                             .scratch = scratch,
+                                             .dout = dout,
+                                             .weight = weight,
+                                             .pre = pre});
             return;
         }
     }
     matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
-    gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
+    activation_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
-size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
+size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
     const Sm90Product product = {.N = N, .K = OC, .OC = C};
     const size_t fused = matmul_sm90_takes(dev, product) ? matmul_sm90_scratch_bytes(product) : 0;
-    return std::max(fused, gelu_scratch_bytes(dev, C));
+    return std::max(fused, activation_scratch_bytes(dev, C));
 }
 
-#define INSTANTIATE(X)                                                                                                \
-    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int, const X*);          \
-    template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);           \
-    template void matmul_backward<X>(const Cuda&, X*, float*, const X*, const X*, const X*, size_t, int, int, bool);  \
-    template void matmul_gelu_backward(const Cuda&, X*, float*, X*, void*, const X*, const X*, const X*, size_t, int, \
-                                       int);                                                                          \
-    template void qkv_bias_backward(const Cuda&, float*, void*, const X*, const float*, const X*, size_t, int);
+#define INSTANTIATE(X)                                                                            \
+    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int, \
+                                 const X*);                                                       \
+    template void matmul_activation_forward(const Cuda&, X*, X*, const X*, const X*, const X*,    \
+                                            size_t, int, int);                                    \
+    template void matmul_backward<X>(const Cuda&, X*, float*, const X*, const X*, const X*,       \
+                                     size_t, int, int, bool);                                     \
+    template void matmul_activation_backward(const Cuda&, X*, float*, X*, void*, const X*,        \
+                                             const X*, const X*, size_t, int, int);               \
+    template void qkv_bias_backward(const Cuda&, float*, void*, const X*, const float*, const X*, \
+                                    size_t, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
 template void matmul_backward<bf16, float>(const Cuda&, float*, float*, const bf16*, const bf16*, const bf16*, size_t,

@@ -17,7 +17,7 @@
 
 #include "cuda/cuda.h"
 
-enum class Epilogue { none, bias, gelu };
+enum class Epilogue { none, bias, bias_gelu };  // GELU in its tanh form
 
 // D (rows × cols, column-major) = epilogue(op(A)·op(B) + beta·C), with inner dimension k.
 struct MatmulProduct {
@@ -39,7 +39,7 @@ struct MatmulOperands {
     const void* a = nullptr;
     const void* b = nullptr;
     const void* bias = nullptr;  // one value for each row of D
-    void* pre = nullptr;         // Epilogue::gelu writes D before GELU here
+    void* pre = nullptr;         // bias_gelu writes D before GELU here
     const void* c = nullptr;     // null: C is D
 
     const void* addend() const { return c ? c : d; }  // C

@@ -30,6 +30,8 @@ BYTE_VOCABULARY = 257  # tokens of a model without merges: 256 bytes and <|endof
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
 PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in our header from index 2, then padded V
+# What the program computes, by transformers' names. Exports have the first.
+ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 STORAGE, ITEM_BYTES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}, {"F32": 4, "F16": 2, "BF16": 2}  # bf16: its bits
 
 
@@ -97,8 +99,11 @@ def read_config(path):
     check_fetched(path)
     with reading(path):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
-    # What would make it another model; a missing key means the library's default, which is the first here.
-    allowed = {"model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    # A missing key means the library's default. Of the activation that is this one, whatever the
+    # program computes.
+    config.setdefault("activation_function", "gelu_new")
+    # What would make it another model. The library's default of the other keys is the first here.
+    allowed = {"model_type": ("gpt2",), "activation_function": ACTIVATIONS,
                "layer_norm_epsilon": (1e-5,), "n_inner": (None, 4 * (config.get("n_embd") or 0)),
                "tie_word_embeddings": (True,), "add_cross_attention": (False,), "scale_attn_weights": (True,),
                "scale_attn_by_inverse_layer_idx": (False,)}
@@ -238,7 +243,7 @@ def export_model(path, out, want, of_bytes):
             at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
     model = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **config, "n_inner": None,
-             "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+             "activation_function": ACTIVATIONS[0], "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "resid_pdrop": 0.0, "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[want], **ends}
     files.update({"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)})

@@ -13,6 +13,7 @@
 #include <map>
 
 #include "train_gpt2.cu"
+#include "cuda/activation.cuh"
 #include "dev/common/bench.h"
 
 namespace {
@@ -81,14 +82,17 @@ Work work_of(F f, const A&... a) {
         const auto work = [x = t.x] sizes { return Work{__VA_ARGS__}; };            \
         t.time(work_of(work, a...), [&](const Cuda& dev) { function(dev, a...); }); \
     }
-Work product(double x, const char* what, double N, double C, double OC, double more_bytes = 0) {
-    return {format("matmul %.0f to %.0f %s", C, OC, what), 2 * N * C * OC, x * (N * C + N * OC + C * OC) + more_bytes};
+Work product(double x, const std::string& what, double N, double C, double OC,
+             double more_bytes = 0) {
+    return {format("matmul %.0f to %.0f %s", C, OC, what.c_str()), 2 * N * C * OC,
+            x * (N * C + N * OC + C * OC) + more_bytes};
 }
 LAYER(encoder_forward, (double B, double T, double C), "encoder forward", 0, 2 * x * B * T * C)
 LAYER(encoder_backward, (double B, double T, double C), "encoder backward", 0, 2 * x * B * T * C)
 LAYER(layernorm_forward, (double N, double C), "layernorm forward", 0, 2 * x * N * C)
 LAYER(layernorm_backward, (double N, double C), "layernorm backward", 0, 4 * x * N * C)
-LAYER(matmul_gelu_forward, (double N, double C, double OC), product(x, "forward, gelu", N, C, OC, (N * OC) * x))
+LAYER(matmul_activation_forward, (double N, double C, double OC),
+      product(x, format("forward, %s", kActivationName), N, C, OC, (N * OC) * x))
 LAYER(qkv_bias_backward, (double N, double C), "bias gradients of q, k, v", 0, (N * C + C * C) * x)
 LAYER(attention_forward, (double B, double, double T, double NH, double HS), "attention forward",
       2 * B * T * T * NH * HS, 4 * x * B * T * NH * HS)
@@ -137,10 +141,12 @@ void cross_entropy_backward(const Timed& t, X* dinp, float* dweight, void* scrat
     });
 }
 template <class X>
-void matmul_gelu_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
-                          const X* weight, const X* pre, size_t N, int C, int OC) {
-    t.time(product(t.x, "input gradient, gelu", N, C, OC, t.x * (out ? 2 : 1) * N * C), [&](const Cuda& dev) {
-        matmul_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC);
+void matmul_activation_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch,
+                                const X* dout, const X* weight, const X* pre, size_t N, int C,
+                                int OC) {
+    const std::string what = format("input gradient, %s", kActivationName);
+    t.time(product(t.x, what, N, C, OC, t.x * (out ? 2 : 1) * N * C), [&](const Cuda& dev) {
+        matmul_activation_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC);
     });
 }
 template <class X>

@@ -516,36 +516,38 @@ TEST(matmul_race) {
     }
 }
 
-// pre = inp·weightᵀ + bias, out = gelu(pre).
+// pre = inp·weightᵀ + bias, out = f(pre).
 template <class X>
-void check_matmul_gelu(size_t N, int C, int OC, size_t offset = 0) {
+void check_matmul_activation(size_t N, int C, int OC, size_t offset = 0) {
     const double output = 2 * std::max(product_tolerance<X>(), kOutput<X>);
     Tensor<X> inp(randn<X>(N * C), offset), weight(randn<X>(size_t(OC) * C, 1 / std::sqrt(C)), offset),
         bias(randn<X>(OC)), pre(poison(N * OC), offset), out(poison(N * OC), offset);
-    check(label<X>("matmul_gelu", N, C, OC), {{"pre", pre, output}, {"out", out, output}}, [&](const auto& on) {
-        matmul_gelu_forward(on.dev, on(out), on(pre), on(inp), on(weight), on(bias), N, C, OC);
-    });
+    check(label<X>("matmul_activation", N, C, OC), {{"pre", pre, output}, {"out", out, output}},
+          [&](const auto& on) {
+              matmul_activation_forward(on.dev, on(out), on(pre), on(inp), on(weight), on(bias), N,
+                                        C, OC);
+          });
 }
-// dpre = (dout·weight)∘gelu'(pre), its sum over rows, and gelu(pre) again. C is pre's width.
+// dpre = (dout·weight)∘f'(pre), its sum over rows, and f(pre) once more. C is pre's width.
 template <class X>
-void check_matmul_gelu_backward(size_t N, int C, int OC, size_t offset = 0) {
-    const std::string what = label<X>("matmul_gelu_backward", N, C, OC);
+void check_matmul_activation_backward(size_t N, int C, int OC, size_t offset = 0) {
+    const std::string what = label<X>("matmul_activation_backward", N, C, OC);
     Tensor<X> dout(randn<X>(N * OC), offset), weight(randn<X>(size_t(OC) * C, 1 / std::sqrt(OC)), offset),
         pre(randn<X>(N * C, 2.0), offset), dpre(poison(N * C), offset), out(poison(N * C), offset);
     Tensor<float> sum(randn<float>(C));
     const auto call = [&](const auto& on, bool with_out) {
-        const Scratch scratch(matmul_gelu_scratch_bytes(on.dev, N, C, OC));
-        matmul_gelu_backward(on.dev, on(dpre), on(sum), with_out ? on(out) : nullptr, scratch.p, on(dout), on(weight),
-                             on(pre), N, C, OC);
+        const Scratch scratch(matmul_activation_scratch_bytes(on.dev, N, C, OC));
+        matmul_activation_backward(on.dev, on(dpre), on(sum), with_out ? on(out) : nullptr,
+                                   scratch.p, on(dout), on(weight), on(pre), N, C, OC);
     };
     const Result dx = {"dpre", dpre, 2 * std::max(product_tolerance<X>(), kOutput<X>)},
                  dx_sum = {"dpre_sum", sum, kFp32, 0.0, false, &dpre}, again = {"out", out, kOutput<X>};
     check(what, {dx, dx_sum, again}, [&](const auto& on) { call(on, true); });
     check_same(what + " without out", {dx, dx_sum}, [&](const auto& on) { call(on, false); });
-    check_same(what + " and gelu_forward", {again},
-               [&](const OnGpu& on) { gelu_forward(on.dev, on(out), on(pre), N * C); });
+    check_same(what + " and activation_forward", {again},
+               [&](const OnGpu& on) { activation_forward(on.dev, on(out), on(pre), N * C); });
 }
-TEST_OF_X(matmul_gelu) {
+TEST_OF_X(matmul_activation) {
     if (std::is_same_v<X, bf16> && gpu().sm < 80) SKIP("bf16 needs compute capability 8.0");
     // From the seventh on these are for matmul_sm90: one row, odd numbers of rows, one chunk of K, two tiles a cluster,
     // six, two with few epilogue warps in backward, d48.
@@ -554,29 +556,29 @@ TEST_OF_X(matmul_gelu) {
                              {1000, 768, 256},   {20001, 64, 256},  {9000, 128, 512}, {9000, 64, 2560},
                              {5000, 1024, 1280}, {129, 1600, 6400}};
     for (const auto& [N, C, OC] : shapes) {
-        check_matmul_gelu<X>(N, C, OC);
-        check_matmul_gelu_backward<X>(N, OC, C);
+        check_matmul_activation<X>(N, C, OC);
+        check_matmul_activation_backward<X>(N, OC, C);
     }
-    check_matmul_gelu<X>(127, 64, 256, 1);
-    check_matmul_gelu_backward<X>(127, 256, 64, 1);
+    check_matmul_activation<X>(127, 64, 256, 1);
+    check_matmul_activation_backward<X>(127, 256, 64, 1);
 }
 TEST(errors_of_encoder_and_matmul) {
     const int tokens[] = {3, -1};
     std::vector<int> plan(encoder_plan_ints(gpu(), 2));
     CHECK_ERROR(encoder_plan(gpu(), plan.data(), tokens, 2), "token -1 at position 1");
     CHECK_ERROR(matmul_forward<float>(gpu(), nullptr, nullptr, nullptr, nullptr, 1, 0, 1), "C = 0");
-    CHECK_ERROR(
-        matmul_gelu_backward<bf16>(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 1, 0),
-        "OC = 0");
+    CHECK_ERROR(matmul_activation_backward<bf16>(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr,
+                                                 nullptr, nullptr, 1, 1, 0),
+                "OC = 0");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// GELU
+// The activation
 
 template <class X>
-void check_gelu(size_t N, int C, size_t offset = 0) {
+void check_activation(size_t N, int C, size_t offset = 0) {
     const size_t n = N * C;
-    const std::string what = label<X>("gelu", N, C, offset);
+    const std::string what = label<X>("activation", N, C, offset);
     Values x = randn<X>(n, 2.0);
     const double extremes[] = {0.0, -0.0, 1e-30, -1e-30, 10.0, -10.0, 100.0, -100.0, 1e18, -1e18};
     if (n > 100) std::transform(extremes, extremes + 10, x.begin(), rounded<X>);
@@ -584,10 +586,11 @@ void check_gelu(size_t N, int C, size_t offset = 0) {
     Tensor<float> sum(randn<float>(C));
     // Errors of `out` are relative to the result if that is a sizeable part of x, else to 0.01.
     check(what, {{"out", out, kOutput<X>, 1e-2, true}},
-          [&](const auto& on) { gelu_forward(on.dev, on(out), on(inp), n); });
+          [&](const auto& on) { activation_forward(on.dev, on(out), on(inp), n); });
     const auto backward = [&](const auto& on, Tensor<X>& to, bool with_out) {
-        const Scratch scratch(gelu_scratch_bytes(on.dev, C));
-        gelu_backward(on.dev, on(to), on(sum), with_out ? on(out) : nullptr, scratch.p, on(inp), on(dout), N, C);
+        const Scratch scratch(activation_scratch_bytes(on.dev, C));
+        activation_backward(on.dev, on(to), on(sum), with_out ? on(out) : nullptr, scratch.p,
+                            on(inp), on(dout), N, C);
     };
     check(what, {{"dinp", dinp, kOutput<X>}, {"dinp_sum", sum, kFp32, 0.0, false, &dinp}},
           [&](const auto& on) { backward(on, dinp, false); });
@@ -595,10 +598,11 @@ void check_gelu(size_t N, int C, size_t offset = 0) {
     check_same(what + " in place, with out", {{"dinp", dout}, {"dinp_sum", sum}, {"out", out}},
                [&](const OnGpu& on) { backward(on, dout, true); });
 }
-TEST_OF_X(gelu) {
+TEST_OF_X(activation) {
     const int shapes[][2] = {{1, 1}, {1, 7}, {3, 64}, {1000, 8}, {33, 129}, {257, 3072}};
-    for (const auto& [N, C] : shapes) check_gelu<X>(N, C);
-    check_gelu<X>(64, 64, 1);
+    for (const auto& [N, C] : shapes)
+        check_activation<X>(N, C);
+    check_activation<X>(64, 64, 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

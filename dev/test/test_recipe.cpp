@@ -32,8 +32,8 @@ struct Gpt2 {
     // What follows each of n tokens: a row of Vp logits.
     Vec logits(const int* tokens, int n) {
         const size_t N = n;
-        Vec x(N * C), ln(N * C), mean(N), rstd(N), qkv(N * 3 * C), atty(N * C), lse(N * NH), fch(N * 4 * C),
-            gelu(N * 4 * C), out(N * C), logits(N * Vp);
+        Vec x(N * C), ln(N * C), mean(N), rstd(N), qkv(N * 3 * C), atty(N * C), lse(N * NH),
+            fch(N * 4 * C), act(N * 4 * C), out(N * C), logits(N * Vp);
         const auto layernorm = [&](int t, int l) {
             layernorm_forward(cpu, ln.data(), mean.data(), rstd.data(), x.data(), w(t, l), w(t + 1, l), N, C);
         };
@@ -50,8 +50,8 @@ struct Gpt2 {
             add_linear(atty, ATTPROJW, l);
             layernorm(LN2W, l);
             matmul_forward(cpu, fch.data(), ln.data(), w(FCW, l), w(FCB, l), N, C, 4 * C);
-            gelu_forward(cpu, gelu.data(), fch.data(), N * 4 * C);
-            add_linear(gelu, FCPROJW, l);
+            activation_forward(cpu, act.data(), fch.data(), N * 4 * C);
+            add_linear(act, FCPROJW, l);
         }
         layernorm(LNFW, 0);
         matmul_forward<double>(cpu, logits.data(), ln.data(), w(WTE), nullptr, N, C, Vp);

@@ -222,8 +222,8 @@ static Layer<X> gelu_layer(int N, int C) {
     Layer<X> l("gelu");
     X *inp = l.input("inp", N * C, 2), *dout = l.input("dout", N * C);
     X *out = l.written("out", N * C), *dinp = l.written("dinp", N * C), *sum = l.added("sum of dinp", C);
-    l.forward = [=] { gelu_forward(dev, out, inp, N * C); };
-    l.backward = [=] { gelu_backward<X>(dev, dinp, sum, nullptr, nullptr, inp, dout, N, C); };
+    l.forward = [=] { activation_forward(dev, out, inp, N * C); };
+    l.backward = [=] { activation_backward<X>(dev, dinp, sum, nullptr, nullptr, inp, dout, N, C); };
     l.formula = [=](Layer<X>& l) {
         for (int i = 0; i < N * C; i++) {
             const double x = inp[i], u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
@@ -343,8 +343,9 @@ TEST(gelu) {
     CHECK_LAYER(gelu_layer, 17, 59);
     const std::vector<float> far = {-1e4f, -100, -20, 0, 20, 100, 1e4f}, ones(far.size(), 1);
     std::vector<float> y = poison<float>(far.size()), dy = y, ignored(far.size());
-    gelu_forward(dev, y.data(), far.data(), far.size());
-    gelu_backward<float>(dev, dy.data(), ignored.data(), nullptr, nullptr, far.data(), ones.data(), 1, far.size());
+    activation_forward(dev, y.data(), far.data(), far.size());
+    activation_backward<float>(dev, dy.data(), ignored.data(), nullptr, nullptr, far.data(),
+                               ones.data(), 1, far.size());
     for (size_t i = 0; i < far.size(); i++)
         CHECK(y[i] == std::max(far[i], 0.f) && dy[i] == (far[i] > 0 ? 1.f : far[i] < 0 ? 0.f : 0.5f));
 }

@@ -257,10 +257,11 @@ void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// GELU, the tanh form of GPT-2 (Hendrycks & Gimpel 2016): ½x(1 + tanh u) with u = √(2/π)·(x + 0.044715 x³)
+// The activation f, which is GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016):
+// f(x) = ½x(1 + tanh u) with u = √(2/π)·(x + 0.044715 x³)
 //
 // ½(1 + tanh u) = σ(2u) = 1/(1 + e^{−2u}): one exponential, and no cancellation for large negative x. With s = σ(2u):
-//   out = x·s;  dinp = dout·(s + x·s(1 − s)·2u')
+//   f(x) = x·s;  f'(x) = s + x·s(1 − s)·2u'
 
 template <class A>
 static A two_u(A x) {
@@ -272,27 +273,36 @@ static A two_du(A x) {
     const A root = std::sqrt(A(8) / A(M_PI));
     return root * (1 + 3 * A(0.044715) * x * x);
 }
-
-template <class X>
-void gelu_forward(const Cpu&, X* out, const X* inp, size_t n) {
-#pragma omp parallel for
-    for (size_t i0 = 0; i0 < n; i0 += kBlock)
-#pragma omp simd
-        for (size_t i = i0; i < std::min(i0 + kBlock, n); i++) out[i] = inp[i] / (1 + std::exp(-two_u(inp[i])));
+template <class A>
+static A activation(A x) {
+    return x / (1 + std::exp(-two_u(x)));
+}
+template <class A>
+static A activation_derivative(A x) {
+    const A s = 1 / (1 + std::exp(-two_u(x)));
+    return s + x * s * (1 - s) * two_du(x);
 }
 
 template <class X>
-void gelu_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void*, const X* inp, const X* dout, size_t N,
-                   int C) {
-    const size_t n = N * C;
-    if (out) gelu_forward(dev, out, inp, n);
+void activation_forward(const Cpu&, X* out, const X* inp, size_t n) {
 #pragma omp parallel for
     for (size_t i0 = 0; i0 < n; i0 += kBlock)
 #pragma omp simd
-        for (size_t i = i0; i < std::min(i0 + kBlock, n); i++) {
-            const X x = inp[i], s = 1 / (1 + std::exp(-two_u(x)));
-            dinp[i] = dout[i] * (s + x * s * (1 - s) * two_du(x));
-        }
+        for (size_t i = i0; i < std::min(i0 + kBlock, n); i++)
+            out[i] = activation(inp[i]);
+}
+
+template <class X>
+void activation_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void*, const X* inp,
+                         const X* dout, size_t N, int C) {
+    const size_t n = N * C;
+    if (out)
+        activation_forward(dev, out, inp, n);
+#pragma omp parallel for
+    for (size_t i0 = 0; i0 < n; i0 += kBlock)
+#pragma omp simd
+        for (size_t i = i0; i < std::min(i0 + kBlock, n); i++)
+            dinp[i] = dout[i] * activation_derivative(inp[i]);
     add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
 }
 
@@ -507,22 +517,29 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define INSTANTIATE(X)                                                                                                \
-    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int, const Positions&);   \
-    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&); \
-    template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);               \
-    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,       \
-                                     const X*, size_t, int);                                                          \
-    template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int, const X*);           \
-    template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int, int, bool);          \
-    template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                     \
-    template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                      \
-    template void attention_forward(const Cpu&, const AttentionForward<X>&);                                          \
-    template void attention_backward(const Cpu&, const AttentionBackward<X>&);                                        \
-    template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                    \
-    template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                             \
-    template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                               \
-    template size_t count_nonfinite(const Cpu&, void*, const X*, size_t);                                             \
-    template void adamw_update(const Cpu&, X*, X*, X*, X*, const X*, const X*, const ParamRange*, int, const AdamW&);
+#define INSTANTIATE(X)                                                                             \
+    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int,   \
+                                  const Positions&);                                               \
+    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, \
+                                   const Positions&);                                              \
+    template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t,  \
+                                    int);                                                          \
+    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*,        \
+                                     const X*, const X*, const X*, size_t, int);                   \
+    template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int,   \
+                                 const X*);                                                        \
+    template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int,   \
+                                  int, bool);                                                      \
+    template void activation_forward(const Cpu&, X*, const X*, size_t);                            \
+    template void activation_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t,   \
+                                      int);                                                        \
+    template void attention_forward(const Cpu&, const AttentionForward<X>&);                       \
+    template void attention_backward(const Cpu&, const AttentionBackward<X>&);                     \
+    template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                 \
+    template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                          \
+    template void global_norm(const Cpu&, X*, void*, const X*, size_t);                            \
+    template size_t count_nonfinite(const Cpu&, void*, const X*, size_t);                          \
+    template void adamw_update(const Cpu&, X*, X*, X*, X*, const X*, const X*, const ParamRange*,  \
+                               int, const AdamW&);
 INSTANTIATE(float)
 INSTANTIATE(double)

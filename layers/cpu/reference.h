@@ -79,8 +79,8 @@ struct Cpu {
     friend void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) { std::copy_n(tokens, N, plan); }
     friend size_t layernorm_scratch_bytes(const Cpu&, int) { return 0; }
     friend size_t qkv_bias_scratch_bytes(const Cpu&, int) { return 0; }
-    friend size_t gelu_scratch_bytes(const Cpu&, int) { return 0; }
-    friend size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
+    friend size_t activation_scratch_bytes(const Cpu&, int) { return 0; }
+    friend size_t matmul_activation_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
     friend size_t reduce_scratch_bytes(const Cpu&) { return 0; }
 };
 
@@ -113,22 +113,23 @@ void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Ac
 }
 
 template <class X>
-void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);
+void activation_forward(const Cpu&, X* out, const X* inp, size_t n);
 template <class X>
-void gelu_backward(const Cpu&, X* dinp, Acc<X>* dinp_sum, X* out, void* scratch, const X* inp, const X* dout, size_t N,
-                   int C);
+void activation_backward(const Cpu&, X* dinp, Acc<X>* dinp_sum, X* out, void* scratch, const X* inp,
+                         const X* dout, size_t N, int C);
 
 template <class X>
-void matmul_gelu_forward(const Cpu& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
-                         int OC) {
+void matmul_activation_forward(const Cpu& dev, X* out, X* pre, const X* inp, const X* weight,
+                               const X* bias, size_t N, int C, int OC) {
     matmul_forward(dev, pre, inp, weight, bias, N, C, OC);
-    gelu_forward(dev, out, pre, N * OC);
+    activation_forward(dev, out, pre, N * OC);
 }
 template <class X>
-void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, void* scratch, const X* dout,
-                          const X* weight, const X* pre, size_t N, int C, int OC) {
+void matmul_activation_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, void* scratch,
+                                const X* dout, const X* weight, const X* pre, size_t N, int C,
+                                int OC) {
     matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
-    gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
+    activation_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
 // A call as attention/call.h describes it, row by row with no T×T buffer. It is the oracle of the attention tests, and

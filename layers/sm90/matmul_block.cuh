@@ -1,10 +1,12 @@
 // Matmul with more work on each tile, bf16: wgmma + TMA + mbarrier, warp-specialised, clusters of two (sm_90a).
 //
-//   forward       pre = A·B + bias,        out = gelu(pre)   A = inp (N,K),   B = weightᵀ (K,OC)
-//   backward      dpre = (A·B)∘gelu'(pre), out = gelu(pre)   A = dout (N,K),  B = weight (K,OC)
+//   forward       pre = A·B + bias,     out = f(pre)         A = inp (N,K),   B = weightᵀ (K,OC)
+//   backward      dpre = (A·B)∘f'(pre), out = f(pre)         A = dout (N,K),  B = weight (K,OC)
 //                 dpre_sum += Σ_rows dpre
 //   exponentials  out = exp(A·B − shift of the row)          A, B as forward
 //                 and each row's sum of a tile's columns     0 and not in the sum: the row's target, and padding
+//
+// f is the MLP's activation, GELU (cuda/activation.cuh).
 //
 // GPT-2's K is short (768) and these products are wide (3072, 50304), so what follows a tile's product is much of the
 // work. A GELU kernel of its own reads and writes (N, 3072) twice more. In its epilogue cuBLASLt has GELU at 70 % of its
@@ -14,7 +16,7 @@
 // begin the next one. The epilogue warps finish it, a row at a time, 16 bytes a lane, while the tensor cores work.
 //
 //   8 MMA warps                     tile i: K in chunks of 64 │ to D │ tile i + 1: …            │ to D │ …
-//   3 epilogue warps, or 7          tile i − 1                       │ tile i: gelu, to memory         │ tile i + 1 …
+//   3 epilogue warps, or 7          tile i − 1                       │ tile i: f, to memory            │ tile i + 1 …
 //   1 producer                      TMA, three chunks ahead
 //
 // A block's tile is 128 × 256. Each of two warpgroups has 64 rows, which is 128 accumulators a thread. Three warpgroups
@@ -51,7 +53,7 @@
 #pragma once
 #include <cuda_fp16.h>
 
-#include "cuda/gelu.cuh"
+#include "cuda/activation.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/vector.cuh"
 #include "layers/sm90/matmul_sm90.h"
@@ -75,7 +77,7 @@ constexpr int kOffsetBarriers = kOffsetD + kRows * kDRowBytes;
 constexpr int kSmem = kOffsetBarriers + (2 * kStages + kGroups + kMmaWarps) * 8;
 static_assert(kSmem <= 227 * 1024);
 
-enum class Mode { forward, backward, backward_again, exponentials };
+enum class Mode { forward, backward, backward_recompute, exponentials };
 
 struct Problem {
     int N, OC, chunks;
@@ -91,10 +93,10 @@ struct Problem {
     const int* targets;   // (N)
 };
 
-// What a block's warps share, and what each kind of them does. Of the backward modes one also writes out.
+// What a block's warps share, and what each kind of them does. backward_recompute also writes out.
 template <Mode mode, int kEpilogueWarps>
 struct Block {
-    static constexpr bool Again = mode == Mode::backward_again, Backward = Again || mode == Mode::backward;
+    static constexpr bool Backward = mode == Mode::backward || mode == Mode::backward_recompute;
     static constexpr bool Exponentials = mode == Mode::exponentials;
     static constexpr int kThreads = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
     static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;  // instructions for the columns
@@ -224,9 +226,9 @@ struct Block {
                                            bool inside, size_t at) const {
         Vec<float, 8> y, dx;
         for (int k = 0; k < 8; k++) {
-            const float pre = Backward ? x[k] : d[k], s = gelu_sigmoid(pre);
-            y.x[k] = pre * s;
-            dx.x[k] = d[k] * gelu_derivative(pre, s, y.x[k]);
+            const Activation f(Backward ? x[k] : d[k]);
+            y.x[k] = f.value();
+            dx.x[k] = d[k] * f.derivative();
         }
         const Vec<bf16, 8> stored = Backward ? round_to<bf16>(dx) : d;
         for (int k = 0; k < 8; k++) sum.x[k] += stored[k];  // 0 beyond N, where A is 0

@@ -43,8 +43,8 @@ struct Matrix {
     size_t rows;
     int columns;
 };
-// Describes m for boxes of 64 columns by `box_rows` rows, with coordinates (0, column / 64, row, 0):
-// one sequence, whose tokens are m's rows and whose heads are panels of 64 columns.
+// Describes m for boxes of 64 columns by `box_rows` rows: one sequence, whose tokens are m's rows and
+// whose heads are panels of 64 columns. Coordinates are (0, column / 64, row, 0).
 CUtensorMap matrix_map(const char* name, const Matrix& m, int box_rows) {
     const Heads<const bf16> panels = {
         .ptr = m.x, .batch = m.rows * m.columns, .token = static_cast<size_t>(m.columns)};
@@ -105,8 +105,8 @@ bool matmul_sm90_takes(const Cuda& dev, const Sm90Product& product) {
     return dev.sm90a && product.K % kChunk == 0 && product.OC % kColumns == 0;
 }
 
-void matmul_sm90_gelu_forward(const Cuda& dev, const Sm90Product& product,
-                              const Sm90ForwardOperands& o) {
+void matmul_sm90_activation_forward(const Cuda& dev, const Sm90Product& product,
+                                    const Sm90ForwardOperands& o) {
     if (product.N == 0)
         return;
     Problem p{};
@@ -120,8 +120,8 @@ size_t matmul_sm90_scratch_bytes(const Sm90Product& product) {
     return static_cast<size_t>(partial_rows(product.N, kMany)) * product.OC * sizeof(float);
 }
 
-void matmul_sm90_gelu_backward(const Cuda& dev, const Sm90Product& product,
-                               const Sm90BackwardOperands& o) {
+void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product,
+                                     const Sm90BackwardOperands& o) {
     if (product.N == 0)
         return;
     Problem p{};
@@ -130,7 +130,7 @@ void matmul_sm90_gelu_backward(const Cuda& dev, const Sm90Product& product,
     p.out = o.out;
     p.partials = static_cast<float*>(o.scratch);
     const auto run = [&](auto epilogue_warps) {
-        const auto kind = o.out ? launch<Mode::backward_again, epilogue_warps>
+        const auto kind = o.out ? launch<Mode::backward_recompute, epilogue_warps>
                                 : launch<Mode::backward, epilogue_warps>;
         kind(dev, product, {.a = o.dout, .b = o.weight}, p);
         add_partials(dev, {o.dpre_sum},

@@ -1,5 +1,6 @@
-// Our own matmuls for Hopper, with GELU or softmax in the same kernel (see matmul_block.cuh). Those with GELU need
-// matmul_sm90_takes() to be true, the other cc 9.0 (Cuda::sm90a), and all of them pointers aligned to 16 bytes.
+// Our own matmuls for Hopper, with the activation f or softmax in the same kernel (matmul_block.cuh).
+// Those with f need matmul_sm90_takes() to be true, and matmul_sm90_exponentials needs Cuda::sm90a. All
+// pointers are aligned to 16 bytes.
 #pragma once
 #include "cuda/cuda.h"
 
@@ -11,7 +12,7 @@ struct Sm90Product {
 };
 bool matmul_sm90_takes(const Cuda& dev, const Sm90Product& product);
 
-// Writes pre (N,OC) = inp (N,K)·weight (OC,K)ᵀ + bias, out = gelu(pre).
+// Writes pre (N,OC) = inp (N,K)·weight (OC,K)ᵀ + bias, out = f(pre).
 struct Sm90ForwardOperands {
     bf16* out = nullptr;
     bf16* pre = nullptr;
@@ -19,11 +20,11 @@ struct Sm90ForwardOperands {
     const bf16* weight = nullptr;
     const bf16* bias = nullptr;
 };
-void matmul_sm90_gelu_forward(const Cuda& dev, const Sm90Product& product,
-                              const Sm90ForwardOperands& o);
+void matmul_sm90_activation_forward(const Cuda& dev, const Sm90Product& product,
+                                    const Sm90ForwardOperands& o);
 
-// Writes dpre (N,OC) = (dout (N,K)·weight (K,OC))∘gelu'(pre) and adds its sum over rows into dpre_sum. Also writes out
-// = gelu(pre), unless out is null. Needs matmul_sm90_scratch_bytes() of scratch.
+// Writes dpre (N,OC) = (dout (N,K)·weight (K,OC))∘f'(pre) and adds its sum over rows into dpre_sum.
+// Also writes out = f(pre), unless out is null. Needs matmul_sm90_scratch_bytes() of scratch.
 struct Sm90BackwardOperands {
     bf16* dpre = nullptr;
     float* dpre_sum = nullptr;
@@ -33,8 +34,8 @@ struct Sm90BackwardOperands {
     const bf16* weight = nullptr;
     const bf16* pre = nullptr;
 };
-void matmul_sm90_gelu_backward(const Cuda& dev, const Sm90Product& product,
-                               const Sm90BackwardOperands& o);
+void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product,
+                                     const Sm90BackwardOperands& o);
 size_t matmul_sm90_scratch_bytes(const Sm90Product& product);
 
 // For each row of x = inp (N,K)·weight (OC,K)ᵀ writes exp(x − shift) to out (N,OC), unless out is null, and its sums over
