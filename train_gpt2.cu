@@ -358,10 +358,11 @@ struct GPT2 {
                                config.max_T));
         check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
         const size_t N = size_t(B) * T, C = config.C;
-        const AttentionShape shape{B, T, T, config.NH, config.HS()};
+        const AttentionShape shape{.B = B, .Tq = T, .Tk = T, .NH = config.NH, .HS = config.HS()};
         if (ranks.context > 1)
-            ring = std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, shape.NH,
-                                                  shape.HS, 0.f, attention);
+            ring = std::make_unique<Ring<Dev, X>>(
+                dev, RingRank{.rank = ranks.context_rank(), .ranks = ranks.context}, shape,
+                attention);
 
         sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.Vp = config.Vp;
         sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;

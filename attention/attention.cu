@@ -208,7 +208,8 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
 template <class X>
 void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv, int B, int Tq, int Tk,
                        int NH, int HS) {
-    AttentionForward<X> c = layer_forward(out, lse, qkv, {B, Tq, Tk, NH, HS});
+    const AttentionShape s{.B = B, .Tq = Tq, .Tk = Tk, .NH = NH, .HS = HS};
+    AttentionForward<X> c = layer_forward(out, lse, qkv, s);
     c.att = att;
     attention_kernel<X>(dev, kind, HS).forward(dev, c);
 }
@@ -216,8 +217,10 @@ void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* a
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
                         const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS) {
-    AttentionBackward<X> c = layer_backward(dqkv, dout, out, lse, qkv, {B, T, T, NH, HS});
-    c.att = att, c.scratch = scratch;
+    const AttentionShape s{.B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS};
+    AttentionBackward<X> c = layer_backward(dqkv, dout, out, lse, qkv, s);
+    c.att = att;
+    c.scratch = scratch;
     attention_kernel<X>(dev, kind, HS).backward(dev, c);
 }
 

@@ -15,8 +15,15 @@
 #include "common/types.h"
 
 // If causal, query i sees key j where j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all keys, and each sees one.
+//
+// The shape of a part is a copy of the whole's with other lengths. Built again from its fields, it would
+// lose the next field that is added here.
 struct AttentionShape {
-    int B, Tq, Tk, NH, HS;
+    int B;
+    int Tq;
+    int Tk;
+    int NH;
+    int HS;
     bool causal = true;
     float scale = 0.f;  // 0: 1/√HS
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }

@@ -85,7 +85,9 @@ class Pieces {
         take(rests_, 2 * rows());
         take(lse_, rows());
         // What is enough for all tokens without a mask is enough for some, and with one.
-        const size_t scratch = attention_scratch_bytes<X>(dev_, kind_, shape_of({0, T(), 0, T(), false}));
+        AttentionShape unmasked = s_;
+        unmasked.causal = false;
+        const size_t scratch = attention_scratch_bytes<X>(dev_, kind_, unmasked);
         take(scratch_, std::max<size_t>(16, scratch));
     }
     template <class Y>
@@ -97,8 +99,19 @@ class Pieces {
     size_t C() const { return size_t(s_.NH) * s_.HS; }
     size_t rows() const { return size_t(s_.B) * s_.NH * T(); }
     size_t elements() const { return rows() * s_.HS; }
-    AttentionShape shape_of(const PieceCall& p) const { return {s_.B, p.Tq, p.Tk, s_.NH, s_.HS, p.causal, s_.scale}; }
-    AttentionShape tokens(int n) const { return {s_.B, n, n, s_.NH, s_.HS}; }
+    AttentionShape shape_of(const PieceCall& p) const {
+        AttentionShape piece = s_;
+        piece.Tq = p.Tq;
+        piece.Tk = p.Tk;
+        piece.causal = p.causal;
+        return piece;
+    }
+    AttentionShape tokens(int n) const {
+        AttentionShape some = s_;
+        some.Tq = n;
+        some.Tk = n;
+        return some;
+    }
     template <class Y>
     Heads<Y> view(Y* x) const {
         return contiguous(x, T(), s_.NH, s_.HS);
@@ -108,7 +121,11 @@ class Pieces {
         return packed(qkv, T(), s_.NH, s_.HS, which);
     }
     // dk and dv of n tokens, as twice the heads.
-    AttentionShape keys(int n) const { return {s_.B, n, n, 2 * s_.NH, s_.HS}; }
+    AttentionShape keys(int n) const {
+        AttentionShape both = tokens(n);
+        both.NH = 2 * s_.NH;
+        return both;
+    }
     Heads<A> of_keys(A* dkv) const { return {dkv, 2 * C(), 2 * s_.B * C()}; }
     Heads<const X> key_or_value(const Inputs& in, int v) const {
         return in.kv ? Heads<const X>{in.kv + v * C(), 2 * T() * C(), 2 * C()} : part(in.qkv, 1 + v);

@@ -24,6 +24,12 @@ struct Zigzag {
     int seen(int rank, int step) const { return source(rank, step) < rank ? 1 : 2; }
 };
 
+// One of a ring's ranks.
+struct RingRank {
+    int rank;
+    int ranks;
+};
+
 template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring : Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
@@ -33,9 +39,10 @@ class Ring : Pieces<Dev, X> {
 
   public:
     using Base::lse_elements, Base::bytes, typename Base::A;
-    Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0,
+    // `shape` is that of the rank's own tokens: causal, and Tq = Tk is even.
+    Ring(const Dev& dev, const RingRank& rank, const AttentionShape& shape,
          Attention kind = Attention::flash)
-        : Base(dev, {B, 2 * Tc, 2 * Tc, NH, HS, true, scale}, kind), zigzag_{ranks}, rank_(rank), Tc_(Tc) {
+        : Base(dev, shape, kind), zigzag_{rank.ranks}, rank_(rank.rank), Tc_(shape.Tk / 2) {
         place(nullptr);
     }
     void start(void* memory, Comm* comm) {  // memory of bytes()

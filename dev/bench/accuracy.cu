@@ -24,7 +24,7 @@ static const char* const kShapes = "2x64,2x255,2x1024,1x4096,1x16384";
 // Tests the oracle against layers/cpu in double, with a last block that is not whole.
 static void check_oracle(const Cuda& dev, int HS) {
     const int T = 255;
-    AttentionShape s{1, T, T, 1, HS};
+    AttentionShape s{.B = 1, .Tq = T, .Tk = T, .NH = 1, .HS = HS};
     const size_t n = size_t(T) * HS;
     const Poisoned<float> inputs(dev, 4 * n);
     fill_normal(dev, +inputs, 4 * n, 1);

@@ -19,7 +19,10 @@ struct AttentionOptions : Output {
     bool has() const {
         return dtype == "all" || dtype == name_of(dtype_of<X>());
     }
-    AttentionShape shape(int B, int T) const { return {B, T, T, heads, std::atoi(hs.c_str()), !no_causal}; }
+    AttentionShape shape(int B, int T) const {
+        const int HS = std::atoi(hs.c_str());
+        return {.B = B, .Tq = T, .Tk = T, .NH = heads, .HS = HS, .causal = !no_causal};
+    }
 };
 
 // What differs between the two programs.

@@ -225,7 +225,10 @@ template <class X, class Dev, class Comm>
 Written written_by_ring(Comm& comm, const Whole<X, Dev>& whole) {
     const AttentionShape& s = whole.s;
     const Part part{s, comm.size, comm.rank};
-    Ring<Dev, X, Comm> ring(whole.dev, comm.rank, comm.size, s.B, s.Tk / (2 * comm.size), s.NH, s.HS, s.scale);
+    AttentionShape own = s;
+    own.Tq = s.Tq / comm.size;
+    own.Tk = s.Tk / comm.size;
+    Ring<Dev, X, Comm> ring(whole.dev, {.rank = comm.rank, .ranks = comm.size}, own);
     Tensor<Dev, float> memory(whole.dev, ring.bytes() / sizeof(float));
     ring.start(memory.ptr, &comm);
     return written_by<X>(ring, whole.dev, s, part.of(whole.qkv, s.B), part.of(whole.dout, s.B));

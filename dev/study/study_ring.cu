@@ -55,7 +55,8 @@ void attention_backward(const Library& dev, Attention kind, const AttentionBackw
 template <class X>
 void study(Library& dev, const std::vector<DType>& carries, const Options& o, Log& log) {
     const char* dtype = name_of(dtype_of<X>());
-    const Whole<X, Library> whole(dev, {1, o.tokens, o.tokens, o.heads, HS}, 1, 1, 0);
+    const AttentionShape s{.B = 1, .Tq = o.tokens, .Tk = o.tokens, .NH = o.heads, .HS = HS};
+    const Whole<X, Library> whole(dev, s, 1, 1, 0);
     std::printf("T %d: mean and largest error against fp64, and as multiples of one rank's\n", o.tokens);
     for (const DType carry : carries) {
         dev.carry = carry;

@@ -98,7 +98,13 @@ static const struct {
                {"a long tail of keys"}};
 
 static AttentionShape whole(int B, int T, int NH, int HS, bool causal = true, float scale = 0.f) {
-    return {B, T, T, NH, HS, causal, scale};
+    return {
+        .B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS, .causal = causal, .scale = scale};
+}
+
+// The last Tq of Tk tokens are queries.
+static AttentionShape queries_of(int B, int Tq, int Tk, int NH, int HS) {
+    return {.B = B, .Tq = Tq, .Tk = Tk, .NH = NH, .HS = HS};
 }
 
 // The tensors of a problem have Tk tokens, of which the last Tq are the queries. So kernels get views with other memory
@@ -157,7 +163,14 @@ struct Layout {
     size_t room() const { return s.B * (T * (C() + kPlaces * gap) + gap); }  // of a tensor like out
     size_t stats_room() const { return s.B * s.NH * (T + kPlaces * gap); }   // of lse
     PieceCall all() const { return {T - s.Tq, s.Tq, 0, T, s.causal}; }
-    AttentionShape shape(const PieceCall& p) const { return {s.B * copies, p.Tq, p.Tk, s.NH, s.HS, p.causal, s.scale}; }
+    AttentionShape shape(const PieceCall& p) const {
+        AttentionShape piece = s;
+        piece.B = s.B * copies;
+        piece.Tq = p.Tq;
+        piece.Tk = p.Tk;
+        piece.causal = p.causal;
+        return piece;
+    }
     // What a piece has of a tensor.
     template <class A>
     Heads<A> view(int tensor, A* x, const PieceCall& p) const {
@@ -747,10 +760,15 @@ void queries(const AttentionKernel<X>& kernel) {
             for (const auto& [B, Tq, NH] : {std::array{3, 1, 12}, {2, 63, 3}, {2, 65, 3}, {1, 1000, 1}}) {
                 // In bf16 the rounding of O is an error of D, which in rows of so many shifted keys adds up in dQ.
                 const int inputs = Tk > 1024 ? 2 : 3;
-                check_call(kernel, {{B, Tq, Tk, NH, HS}, static_cast<Input>(n++ % inputs)});
+                const Input input = static_cast<Input>(n++ % inputs);
+                check_call(kernel, {queries_of(B, Tq, Tk, NH, HS), input});
             }
-        check_call(kernel, {{1, 200, 1025, 2, HS, false}, Input::shifted});
-        check_call(kernel, {{2, 130, 200, 3, HS, true, 0.3f}});
+        AttentionShape full = queries_of(1, 200, 1025, 2, HS);
+        full.causal = false;
+        check_call(kernel, {full, Input::shifted});
+        AttentionShape scaled = queries_of(2, 130, 200, 3, HS);
+        scaled.scale = 0.3f;
+        check_call(kernel, {scaled});
     }
 }
 
@@ -786,14 +804,14 @@ void shifts(const AttentionKernel<X>& kernel) {
         for (int shift :
              {14, 15, 16, 17, 30, 31, 32, 33, 62, 63, 64, 65, 94, 126, 127, 128, 129, 190, 254}) {
             const int Tq = n++ % 2 ? 130 : 200;
-            const Case c{{2, Tq, Tq + shift, 3, HS}};
+            const Case c{queries_of(2, Tq, Tq + shift, 3, HS)};
             check_call(kernel, c);
             if (std::is_same_v<X, bf16> && kernel.takes_pieces())
                 check_fp32_call(kernel, c);
         }
     for (int HS : {64, 128})
         for (int Tk : {31, 32, 33, 63, 64, 65, 127, 128, 129})  // as in generation
-            check_forward(kernel, {{4, 1, Tk, 25, HS}});
+            check_forward(kernel, {queries_of(4, 1, Tk, 25, HS)});
 }
 
 // Forward alone, because backward makes a row's P add up to 1 whatever lse is.
@@ -864,7 +882,7 @@ void few(const AttentionKernel<X>& kernel) {
     const int NH = kernel.min_sm == 90 ? 150 : 2;
     for (int HS : {64, 128}) {
         check_call(kernel, {whole(1, 100, NH, HS)}, true);
-        check_call(kernel, {{1, 70, 200, NH, HS}}, true);
+        check_call(kernel, {queries_of(1, 70, 200, NH, HS)}, true);
         if (kernel.takes_pieces())
             check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, true);
     }
@@ -917,7 +935,8 @@ TEST(scratch_grows_with_the_call) {
             for (const auto& [Tq, Tk] : {std::pair{T, T}, {T / 2, T}, {T, T / 2}, {T / 2, T / 2}, {1, T}})
                 for (bool causal : {false, Tq <= Tk}) {
                     const auto& kernel = kernels.begin[i];
-                    const AttentionShape s{1, Tq, Tk, NH, HS, causal};
+                    AttentionShape s = queries_of(1, Tq, Tk, NH, HS);
+                    s.causal = causal;
                     CHECK(kernel.scratch_bytes(s) <= kernel.scratch_bytes(whole(1, T, NH, HS, false)));
                 }
     };
@@ -1057,8 +1076,10 @@ struct Refusals {
         both("scale -1", [](auto& c) { c.s.scale = -1; });
 
         // Fewer queries than keys, more of them, and single rows, whose strides nobody follows.
-        for (const AttentionShape& s :
-             {good, AttentionShape{2, 40, 48, NH, HS}, {2, 48, 40, NH, HS, false}})
+        const AttentionShape fewer_queries = queries_of(2, 40, 48, NH, HS);
+        AttentionShape fewer_keys = queries_of(2, 48, 40, NH, HS);
+        fewer_keys.causal = false;
+        for (const AttentionShape& s : {good, fewer_queries, fewer_keys})
             for (int gap : {0, kGap}) {
                 const Calls<X> calls(s, gap);
                 accept(calls.forward);

@@ -354,10 +354,14 @@ TEST(attention) {
     for (auto [Tq, Tk] : {std::array{1, 1}, {2, 2}, {17, 17}, {1, 9}, {5, 9}})
         for (int HS : {4, 32, 64})
             for (bool causal : {true, false})
-                for (float scale : {0.f, 0.3f}) CHECK_LAYER(attention_layer, {2, Tq, Tk, 3, HS, causal, scale});
-    for (auto [T, HS] : {std::array{19, 12}, {129, 20}}) CHECK_LAYER(attention_layer, {2, T, T, 2, HS});
-    CHECK_ERROR(attention_layer<double>({1, 1, 1, 1, 257}).run(), "head size 257");
-    AttentionForward<double> c{{1, 3, 2, 1, 4}};
+                for (float scale : {0.f, 0.3f})
+                    CHECK_LAYER(attention_layer, {.B = 2, .Tq = Tq, .Tk = Tk, .NH = 3, .HS = HS,
+                                                  .causal = causal, .scale = scale});
+    for (auto [T, HS] : {std::array{19, 12}, {129, 20}})
+        CHECK_LAYER(attention_layer, {.B = 2, .Tq = T, .Tk = T, .NH = 2, .HS = HS});
+    CHECK_ERROR(attention_layer<double>({.B = 1, .Tq = 1, .Tk = 1, .NH = 1, .HS = 257}).run(),
+                "head size 257");
+    const AttentionForward<double> c{.s = {.B = 1, .Tq = 3, .Tk = 2, .NH = 1, .HS = 4}};
     CHECK_ERROR(attention_forward(dev, c), "Tq 3 and Tk 2");
 }
 
@@ -365,9 +369,10 @@ TEST(attention) {
 TEST(attention_rest_of_lse) {
     std::vector<float> rest(65 * 2);
     rng.seed(7);
-    Layer<float> l = attention_layer<float>({1, 65, 65, 2, 32}, rest.data());
+    const AttentionShape s{.B = 1, .Tq = 65, .Tk = 65, .NH = 2, .HS = 32};
+    Layer<float> l = attention_layer<float>(s, rest.data());
     rng.seed(7);
-    Layer<double> exact = attention_layer<double>({1, 65, 65, 2, 32});
+    Layer<double> exact = attention_layer<double>(s);
     l.run();
     exact.run();
     double with = 0, without = 0;
@@ -386,7 +391,8 @@ TEST(attention_rest_of_lse) {
 
 TEST(attention_large_scores) {
     for (float scale : {1.f, 1e4f}) {  // scores to ±1e5, at which exp overflows unless the maximum is subtracted
-        Layer<float> l = attention_layer<float>({1, 65, 65, 2, 64, true, scale});
+        Layer<float> l =
+            attention_layer<float>({.B = 1, .Tq = 65, .Tk = 65, .NH = 2, .HS = 64, .scale = scale});
         l.run();
         for (const char* name : {"out", "lse", "dqkv"})
             CHECK(count_nonfinite(dev, nullptr, l[name].x.data(), l[name].x.size()) == 0);

@@ -6,11 +6,16 @@
 
 namespace {
 
+AttentionShape whole(int B, int T, int NH, int HS, bool causal = true, float scale = 0.f) {
+    return {
+        .B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS, .causal = causal, .scale = scale};
+}
+
 // o, lse and lse's rest after a merge of two rows.
 template <class A = double>
 std::array<A, 3> merged(A o, A lse, A o_b, A lse_b, A rest = 0, A rest_b = 0) {
     const Piece<A> sum{{&o, 1, 1}, {&lse, 1}, {&rest, 1}}, piece{{&o_b, 1, 1}, {&lse_b, 1}, {&rest_b, 1}};
-    merge(Cpu(1), {1, 1, 1, 1, 1}, sum.o, sum, piece);
+    merge(Cpu(1), whole(1, 1, 1, 1), sum.o, sum, piece);
     return {o, lse, rest};
 }
 
@@ -41,10 +46,11 @@ TEST(merge_of_two_pieces) {
 // The scale is not 1/√HS, here and below.
 TEST(chunks_make_the_whole) {
     const Cpu cpu(1);
-    const AttentionShape s{2, 37, 37, 3, 16, true, 0.4f};
-    const Whole<double, Cpu> whole(cpu, s, 4), unmasked(cpu, {1, 37, 37, 1, 16, false});
+    const AttentionShape s = whole(2, 37, 3, 16, true, 0.4f);
+    const Whole<double, Cpu> masked(cpu, s, 4);
+    const Whole<double, Cpu> unmasked(cpu, whole(1, 37, 1, 16, false));
     for (const auto& [q_chunk, k_chunk] : {std::pair{37, 37}, {8, 8}, {5, 16}, {100, 1}, {1, 100}, {36, 2}, {9, 13}}) {
-        check_chunks(whole, q_chunk, k_chunk);
+        check_chunks(masked, q_chunk, k_chunk);
         check_chunks(unmasked, q_chunk, k_chunk);
     }
     check_chunks(Whole<float, Cpu>(cpu, s), 7, 10);
@@ -53,13 +59,15 @@ TEST(chunks_make_the_whole) {
 // 8 ranks have chunks of a token, of 2 and of 9.
 TEST(ring_equals_the_whole) {
     const Cpu cpu(1);
-    for (int T : {16, 32, 144}) check_local_rings<double>(cpu, {2, T, T, 2, 20, true, 0.3f}, 1, 1);
-    check_local_rings<double>(cpu, {1, 48, 48, 1, 64}, 40, 1);  // one key has nearly all the weight
-    check_local_rings<float>(cpu, {1, 264, 264, 2, 64}, 5, 1);
+    for (int T : {16, 32, 144})
+        check_local_rings<double>(cpu, whole(2, T, 2, 20, true, 0.3f), 1, 1);
+    // One key has nearly all the weight.
+    check_local_rings<double>(cpu, whole(1, 48, 1, 64), 40, 1);
+    check_local_rings<float>(cpu, whole(1, 264, 2, 64), 5, 1);
 }
 TEST(ring_errors_do_not_grow) {
     // With long sums one key's error does not decide.
-    check_local_rings<float>(Cpu(1), {1, 256, 256, 2, 32, true, 0.02f}, 1, 1, 5);
+    check_local_rings<float>(Cpu(1), whole(1, 256, 2, 32, true, 0.02f), 1, 1, 5);
 }
 
 TEST_MAIN

@@ -152,12 +152,14 @@ void attention_backward(const Cpu& dev, Attention, const AttentionBackward<X>& c
 template <class X>
 void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, const X* qkv, int B, int Tq, int Tk, int NH,
                        int HS) {
-    attention_forward(dev, layer_forward(out, lse, qkv, {B, Tq, Tk, NH, HS}));
+    const AttentionShape s{.B = B, .Tq = Tq, .Tk = Tk, .NH = NH, .HS = HS};
+    attention_forward(dev, layer_forward(out, lse, qkv, s));
 }
 template <class X>
 void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out, const Acc<X>* lse,
                         const X*, const X* qkv, int B, int T, int NH, int HS) {
-    attention_backward(dev, layer_backward(dqkv, dout, out, lse, qkv, {B, T, T, NH, HS}));
+    const AttentionShape s{.B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS};
+    attention_backward(dev, layer_backward(dqkv, dout, out, lse, qkv, s));
 }
 template <class X>
 size_t attention_scratch_bytes(const Cpu&, Attention, const AttentionShape&) {
