@@ -127,17 +127,20 @@ void check_shape(const AttentionLimits& limits, const AttentionShape& s, size_t 
 
 namespace {
 
-// How many bytes from the first to the last.
+// How many bytes from the first to the last, of a sequence and of all.
+size_t extent_of_sequence(const CallMemory& m) {
+    return (m.rows.count - 1) * m.rows.stride + m.row;
+}
 size_t extent(const CallMemory& m) {
-    return (m.count[0] - 1) * m.stride[0] + (m.count[1] - 1) * m.stride[1] + m.row;
+    return (m.sequences.count - 1) * m.sequences.stride + extent_of_sequence(m);
 }
 
 // True if no two rows overlap, with dimension `inner` varying fastest.
-bool rows_apart(const CallMemory& m, int inner) {
-    const int outer = 1 - inner;
-    const size_t group = (m.count[inner] - 1) * m.stride[inner] + m.row;
-    return (m.count[inner] == 1 || m.stride[inner] >= m.row) &&
-           (m.count[outer] == 1 || m.stride[outer] >= group);
+bool rows_apart(size_t row, const CallMemory::Dimension& inner,
+                const CallMemory::Dimension& outer) {
+    const size_t group = (inner.count - 1) * inner.stride + row;
+    return (inner.count == 1 || inner.stride >= row) &&
+           (outer.count == 1 || outer.stride >= group);
 }
 
 // All of a view's rows, or all of its sequences, start at multiples of `period` from the first. So
@@ -162,15 +165,15 @@ bool overlap(const CallMemory& a, const CallMemory& b) {
     size_t of_sequences = 0;
     size_t of_rows = 0;
     for (const CallMemory* m : {&a, &b}) {
-        if (m->count[0] > 1)
-            of_sequences = std::gcd(of_sequences, m->stride[0]);
-        if (m->count[1] > 1)
-            of_rows = std::gcd(of_rows, m->stride[1]);
+        if (m->sequences.count > 1)
+            of_sequences = std::gcd(of_sequences, m->sequences.stride);
+        if (m->rows.count > 1)
+            of_rows = std::gcd(of_rows, m->rows.stride);
     }
     of_rows = std::gcd(of_rows, of_sequences);
 
-    const auto sequence = [](const CallMemory& m) { return (m.count[1] - 1) * m.stride[1] + m.row; };
-    if (of_sequences > 0 && apart_in_a_period(distance, sequence(a), sequence(b), of_sequences))
+    if (of_sequences > 0 && apart_in_a_period(distance, extent_of_sequence(a),
+                                              extent_of_sequence(b), of_sequences))
         return false;
     return of_rows == 0 || !apart_in_a_period(distance, a.row, b.row, of_rows);
 }
@@ -183,16 +186,20 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
             continue;
         if (!m.ptr)
             throw Error(format("%s: %s is null: it needs memory", limits.name, m.name));
-        if (reinterpret_cast<uintptr_t>(m.ptr) % m.alignment || m.stride[0] % m.alignment ||
-            m.stride[1] % m.alignment)
+        if (reinterpret_cast<uintptr_t>(m.ptr) % m.alignment ||
+            m.sequences.stride % m.alignment || m.rows.stride % m.alignment)
             throw Error(
                 format("%s: rows of %s are not %zu-byte aligned (address %p, strides of %zu and "
                        "%zu bytes)",
-                       limits.name, m.name, m.alignment, m.ptr, m.stride[0], m.stride[1]));
-        if (!rows_apart(m, 0) && !rows_apart(m, 1))
+                       limits.name, m.name, m.alignment, m.ptr, m.sequences.stride,
+                       m.rows.stride));
+        const bool apart = rows_apart(m.row, m.rows, m.sequences) ||  // (B, T, …) or (T, B, …)
+                           rows_apart(m.row, m.sequences, m.rows);
+        if (!apart)
             throw Error(format(
                 "%s: rows of %s overlap: %zu × %zu of %zu bytes, with strides of %zu and %zu bytes",
-                limits.name, m.name, m.count[0], m.count[1], m.row, m.stride[0], m.stride[1]));
+                limits.name, m.name, m.sequences.count, m.rows.count, m.row, m.sequences.stride,
+                m.rows.stride));
     }
     for (auto a = memory.begin(); a != memory.end(); a++)
         for (auto b = memory.begin(); b != a; b++)

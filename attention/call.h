@@ -31,6 +31,14 @@ struct AttentionShape {
     float scale_log2() const { return static_cast<float>(resolved_scale() * M_LOG2E); }
     int shift() const { return causal ? Tk - Tq : Tk; }  // query i sees keys j ≤ i + shift()
     size_t rows() const { return size_t(B) * NH * Tq; }  // of queries, each with its lse
+
+    // A call has tensors of two shapes, and only these two functions say which.
+    HeadsShape queries() const {  // of q, out, dout and dq
+        return {.B = B, .T = Tq, .heads = NH, .HS = HS};
+    }
+    HeadsShape keys() const {  // of k, v, dk and dv
+        return {.B = B, .T = Tk, .heads = NH, .HS = HS};
+    }
 };
 
 // A number for each row: (B, NH, T) inside a larger tensor. That of row (b, t, h) is ptr[(b·NH + h)·head + t].
@@ -38,6 +46,11 @@ template <class A>
 struct Stats {
     A* ptr = nullptr;
     size_t head = 0;  // from one head to the next
+    Stats from(size_t t) const {  // without the first t tokens
+        Stats later = *this;
+        later.ptr += t;
+        return later;
+    }
 };
 
 // Writes every element of out and lse, and what rounding took from lse to lse_rest, unless that is
@@ -67,42 +80,58 @@ struct AttentionBackward {
     const X* att = nullptr;              // as forward left it
 };
 
-// q, k or v (which = 0, 1, 2) of a packed (B, T, 3, NH, HS) tensor, and a contiguous (B, T, NH, HS) one.
+// A contiguous tensor (B, T, heads, HS).
 template <class X>
-Heads<X> packed(X* qkv, int T, int NH, int HS, int which) {
-    const size_t C = size_t(NH) * HS;
-    return {qkv + which * C, T * 3 * C, 3 * C};
+Heads<X> contiguous(X* x, const HeadsShape& s) {
+    return {.ptr = x, .batch = s.T * s.C(), .token = s.C()};
 }
+
+// q, k and v of one packed tensor. A token has the heads of q, then those of k, then those of v.
 template <class X>
-Heads<X> contiguous(X* x, int T, int NH, int HS) {
-    const size_t C = size_t(NH) * HS;
-    return {x, T * C, C};
+struct PackedHeads {
+    Heads<X> q;
+    Heads<X> k;
+    Heads<X> v;
+};
+// It has T tokens, of which a call may take some. Of `s` only the heads count.
+template <class X>
+PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
+    const size_t q = s.queries().C();
+    const size_t k = s.keys().C();
+    const size_t token = q + 2 * k;
+    const size_t batch = T * token;
+    return {.q = {.ptr = qkv, .batch = batch, .token = token},
+            .k = {.ptr = qkv + q, .batch = batch, .token = token},
+            .v = {.ptr = qkv + q + k, .batch = batch, .token = token}};
 }
 
 // A layer's calls: the last Tq tokens of qkv (B, Tk, 3, NH, HS), and the gradients of whole sequences.
 template <class X>
 AttentionForward<X> layer_forward(X* out, Acc<X>* lse, const X* qkv, const AttentionShape& s) {
+    const PackedHeads<const X> in = packed(qkv, s.Tk, s);
     AttentionForward<X> c{s};
-    c.q = packed(qkv, s.Tk, s.NH, s.HS, 0).from(s.Tk - s.Tq);
-    c.k = packed(qkv, s.Tk, s.NH, s.HS, 1);
-    c.v = packed(qkv, s.Tk, s.NH, s.HS, 2);
-    c.out = contiguous(out, s.Tq, s.NH, s.HS);
+    c.q = in.q.from(s.Tk - s.Tq);
+    c.k = in.k;
+    c.v = in.v;
+    c.out = contiguous(out, s.queries());
     c.lse = {lse, size_t(s.Tq)};
     return c;
 }
 template <class X>
 AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv,
                                     const AttentionShape& s) {
+    const PackedHeads<const X> in = packed(qkv, s.Tk, s);
+    const PackedHeads<X> gradients = packed(dqkv, s.Tk, s);
     AttentionBackward<X> c{s};
-    c.q = packed(qkv, s.Tk, s.NH, s.HS, 0);
-    c.k = packed(qkv, s.Tk, s.NH, s.HS, 1);
-    c.v = packed(qkv, s.Tk, s.NH, s.HS, 2);
-    c.dout = contiguous(dout, s.Tq, s.NH, s.HS);
-    c.out = contiguous(out, s.Tq, s.NH, s.HS);
+    c.q = in.q;
+    c.k = in.k;
+    c.v = in.v;
+    c.dout = contiguous(dout, s.queries());
+    c.out = contiguous(out, s.queries());
     c.lse = {lse, size_t(s.Tq)};
-    c.dq = packed(dqkv, s.Tk, s.NH, s.HS, 0);
-    c.dk = packed(dqkv, s.Tk, s.NH, s.HS, 1);
-    c.dv = packed(dqkv, s.Tk, s.NH, s.HS, 2);
+    c.dq = gradients.q;
+    c.dk = gradients.k;
+    c.dv = gradients.v;
     return c;
 }
 
@@ -127,35 +156,44 @@ struct AttentionLimits {
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;  // of scratch
 };
 
-// Memory that a call names: rows of so many bytes, in two dimensions.
+// Memory that a call names: `sequences` of `rows` of so many bytes.
 struct CallMemory {
+    struct Dimension {
+        size_t count = 1;
+        size_t stride = 0;  // in bytes
+    };
     const char* name;
     bool written;
     const void* ptr;
-    size_t alignment;  // in bytes, as row and stride
+    size_t alignment;  // in bytes, as the next
     size_t row;
-    size_t count[2];  // of rows
-    size_t stride[2];
+    Dimension sequences = {};
+    Dimension rows = {};  // of a sequence
 };
 template <class X>
-CallMemory memory_of(const char* name, const Heads<X>& x, const AttentionShape& s, int T,
-                     size_t alignment) {
-    const bool written = !std::is_const_v<X>;
-    const size_t row = size_t(s.NH) * s.HS * sizeof(X);
-    const size_t batch = x.batch * sizeof(X);
-    const size_t token = x.token * sizeof(X);
-    return {name, written, x.ptr, alignment, row, {size_t(s.B), size_t(T)}, {batch, token}};
+CallMemory memory_of(const char* name, const Heads<X>& x, const HeadsShape& s, size_t alignment) {
+    return {.name = name,
+            .written = !std::is_const_v<X>,
+            .ptr = x.ptr,
+            .alignment = alignment,
+            .row = s.C() * sizeof(X),
+            .sequences = {.count = size_t(s.B), .stride = x.batch * sizeof(X)},
+            .rows = {.count = size_t(s.T), .stride = x.token * sizeof(X)}};
 }
+// Its rows are heads.
 template <class A>
-CallMemory memory_of(const char* name, const Stats<A>& x, const AttentionShape& s) {
-    const bool written = !std::is_const_v<A>;
-    const size_t row = s.Tq * sizeof(A);
-    const size_t heads = size_t(s.B) * s.NH;
-    return {name, written, x.ptr, sizeof(A), row, {1, heads}, {0, x.head * sizeof(A)}};
+CallMemory memory_of(const char* name, const Stats<A>& x, const HeadsShape& s) {
+    return {.name = name,
+            .written = !std::is_const_v<A>,
+            .ptr = x.ptr,
+            .alignment = sizeof(A),
+            .row = s.T * sizeof(A),
+            .rows = {.count = size_t(s.B) * s.heads, .stride = x.head * sizeof(A)}};
 }
 template <class V>
 CallMemory memory_of(const char* name, V* x, size_t bytes) {
-    return {name, !std::is_const_v<V>, x, 16, bytes, {1, 1}, {0, 0}};
+    return {
+        .name = name, .written = !std::is_const_v<V>, .ptr = x, .alignment = 16, .row = bytes};
 }
 inline CallMemory if_given(CallMemory m) {
     if (!m.ptr)
@@ -175,28 +213,32 @@ template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) {
     const AttentionShape& s = c.s;
     check_shape(limits, s, sizeof(X), false, c.lse_rest.ptr != nullptr);
-    check_memory(limits,
-                 {memory_of("q", c.q, s, s.Tq, limits.alignment),
-                  memory_of("k", c.k, s, s.Tk, limits.alignment),
-                  memory_of("v", c.v, s, s.Tk, limits.alignment),
-                  memory_of("out", c.out, s, s.Tq, limits.alignment), memory_of("lse", c.lse, s),
-                  if_given(memory_of("lse_rest", c.lse_rest, s)),
-                  memory_of("att", c.att, limits.saved_bytes(s))});
+    const HeadsShape queries = s.queries();
+    const HeadsShape keys = s.keys();
+    check_memory(limits, {memory_of("q", c.q, queries, limits.alignment),
+                          memory_of("k", c.k, keys, limits.alignment),
+                          memory_of("v", c.v, keys, limits.alignment),
+                          memory_of("out", c.out, queries, limits.alignment),
+                          memory_of("lse", c.lse, queries),
+                          if_given(memory_of("lse_rest", c.lse_rest, queries)),
+                          memory_of("att", c.att, limits.saved_bytes(s))});
 }
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionBackward<X, Y>& c) {
     const AttentionShape& s = c.s;
     check_shape(limits, s, sizeof(X), true, c.lse_rest.ptr != nullptr);
-    check_memory(limits,
-                 {memory_of("q", c.q, s, s.Tq, limits.alignment),
-                  memory_of("k", c.k, s, s.Tk, limits.alignment),
-                  memory_of("v", c.v, s, s.Tk, limits.alignment),
-                  memory_of("dout", c.dout, s, s.Tq, limits.alignment),
-                  memory_of("out", c.out, s, s.Tq, limits.alignment), memory_of("lse", c.lse, s),
-                  if_given(memory_of("lse_rest", c.lse_rest, s)),
-                  memory_of("att", c.att, limits.saved_bytes(s)),
-                  memory_of("dq", c.dq, s, s.Tq, limits.alignment),
-                  memory_of("dk", c.dk, s, s.Tk, limits.alignment),
-                  memory_of("dv", c.dv, s, s.Tk, limits.alignment),
-                  memory_of("scratch", c.scratch, limits.scratch_bytes(s))});
+    const HeadsShape queries = s.queries();
+    const HeadsShape keys = s.keys();
+    check_memory(limits, {memory_of("q", c.q, queries, limits.alignment),
+                          memory_of("k", c.k, keys, limits.alignment),
+                          memory_of("v", c.v, keys, limits.alignment),
+                          memory_of("dout", c.dout, queries, limits.alignment),
+                          memory_of("out", c.out, queries, limits.alignment),
+                          memory_of("lse", c.lse, queries),
+                          if_given(memory_of("lse_rest", c.lse_rest, queries)),
+                          memory_of("att", c.att, limits.saved_bytes(s)),
+                          memory_of("dq", c.dq, queries, limits.alignment),
+                          memory_of("dk", c.dk, keys, limits.alignment),
+                          memory_of("dv", c.dv, keys, limits.alignment),
+                          memory_of("scratch", c.scratch, limits.scratch_bytes(s))});
 }

@@ -49,7 +49,21 @@ struct Heads {
     __host__ __device__ X* row(size_t b, size_t t, size_t h, int HS) const {
         return ptr + b * batch + t * token + h * HS;
     }
-    Heads from(size_t t) const { return {ptr + t * token, batch, token}; }  // without the first t tokens
+    Heads from(size_t t) const {  // without the first t tokens
+        Heads later = *this;
+        later.ptr += t * token;
+        return later;
+    }
+};
+
+// How large such a tensor is.
+struct HeadsShape {
+    int B;
+    int T;
+    int heads;
+    int HS;
+    size_t C() const { return size_t(heads) * HS; }  // elements of a token
+    size_t elements() const { return B * T * C(); }
 };
 
 // The positions of a rank's rows in their sequence. The first `chunk` rows begin at position `early`, the others at

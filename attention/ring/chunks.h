@@ -12,8 +12,8 @@ template <class Dev, class X>
 class Chunks : public Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
     using Base::q_sum_, Base::s_, Base::tokens, Base::view;
-    using Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::elements, Base::keys, Base::of_keys, Base::part,
-        Base::q_;
+    using Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::keys, Base::kv_elements;
+    using Base::of_keys, Base::parts, Base::q_;
 
   public:
     using Base::place, typename Base::A;
@@ -28,16 +28,16 @@ class Chunks : public Pieces<Dev, X> {
         add(dev_, tokens(T()), view(out), sum.o);  // the one rounding
     }
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
-        dev_.zero(q_sum_, elements() * sizeof(A));
-        dev_.zero(dkv_sum_, 2 * elements() * sizeof(A));
+        dev_.zero(q_sum_, s_.queries().elements() * sizeof(A));
+        dev_.zero(dkv_sum_, kv_elements() * sizeof(A));
         for_each_piece([&](const PieceCall& p) {
             Base::backward(p, {qkv, dout, out, lse}, q_, dkv_);
             const auto add_to = [&](const AttentionShape& s, Heads<A> sum, Heads<A> x) { add(dev_, s, sum, sum, x); };
             add_to(tokens(p.Tq), view(q_sum_).from(p.q0), view(q_).from(p.q0));
             add_to(keys(p.Tk), of_keys(dkv_sum_).from(p.k0), of_keys(dkv_).from(p.k0));
         });
-        add(dev_, tokens(T()), part(dqkv, 0), view(q_sum_));
-        add(dev_, keys(T()), part(dqkv, 1), of_keys(dkv_sum_));
+        add(dev_, tokens(T()), parts(dqkv).q, view(q_sum_));
+        add(dev_, keys(T()), parts(dqkv).k, of_keys(dkv_sum_));
     }
 
   private:

@@ -14,8 +14,11 @@
 template <class A>
 struct Piece {
     Heads<A> o;
-    Stats<A> lse, rest;
-    Piece from(size_t t) const { return {o.from(t), {lse.ptr + t, lse.head}, {rest.ptr + t, rest.head}}; }
+    Stats<A> lse;
+    Stats<A> rest;
+    Piece from(size_t t) const {
+        return {.o = o.from(t), .lse = lse.from(t), .rest = rest.from(t)};
+    }
 };
 
 // The lighter side's weight is computed, so that the heavier side's result keeps its digits.
@@ -80,8 +83,8 @@ class Pieces {
     Pieces(const Dev& dev, const AttentionShape& s, Attention kind) : dev_(dev), s_(s), kind_(kind) { place(nullptr); }
     void place(void* memory) {
         begin_ = next_ = reinterpret_cast<uintptr_t>(memory);
-        for (A** p : {&q_sum_, &q_}) take(*p, elements());
-        for (A** p : {&dkv_sum_, &dkv_}) take(*p, 2 * elements());
+        for (A** p : {&q_sum_, &q_}) take(*p, s_.queries().elements());
+        for (A** p : {&dkv_sum_, &dkv_}) take(*p, kv_elements());
         take(rests_, 2 * rows());
         take(lse_, rows());
         // What is enough for all tokens without a mask is enough for some, and with one.
@@ -96,9 +99,10 @@ class Pieces {
         next_ += (n * sizeof(Y) + 255) / 256 * 256;
     }
     int T() const { return s_.Tk; }
-    size_t C() const { return size_t(s_.NH) * s_.HS; }
-    size_t rows() const { return size_t(s_.B) * s_.NH * T(); }
-    size_t elements() const { return rows() * s_.HS; }
+    size_t rows() const { return s_.rows(); }
+    size_t kv_elements() const {  // of keys and values, or their gradients
+        return 2 * s_.keys().elements();
+    }
     AttentionShape shape_of(const PieceCall& p) const {
         AttentionShape piece = s_;
         piece.Tq = p.Tq;
@@ -114,36 +118,56 @@ class Pieces {
     }
     template <class Y>
     Heads<Y> view(Y* x) const {
-        return contiguous(x, T(), s_.NH, s_.HS);
+        return contiguous(x, s_.queries());
     }
-    template <class Y>  // q, k or v (which = 0, 1, 2)
-    Heads<Y> part(Y* qkv, int which) const {
-        return packed(qkv, T(), s_.NH, s_.HS, which);
+    template <class Y>
+    PackedHeads<Y> parts(Y* qkv) const {
+        return packed(qkv, T(), s_);
     }
-    // dk and dv of n tokens, as twice the heads.
+    // Keys and values of n tokens, or their gradients, as one tensor of all their heads. In a packed
+    // tensor it begins at the keys, because a token's values are right behind them.
     AttentionShape keys(int n) const {
         AttentionShape both = tokens(n);
-        both.NH = 2 * s_.NH;
+        both.NH = 2 * s_.keys().heads;
         return both;
     }
-    Heads<A> of_keys(A* dkv) const { return {dkv, 2 * C(), 2 * s_.B * C()}; }
-    Heads<const X> key_or_value(const Inputs& in, int v) const {
-        return in.kv ? Heads<const X>{in.kv + v * C(), 2 * T() * C(), 2 * C()} : part(in.qkv, 1 + v);
+    Heads<A> of_keys(A* dkv) const {
+        const size_t sequence = 2 * s_.keys().C();
+        return {.ptr = dkv, .batch = sequence, .token = s_.B * sequence};
+    }
+    // Where keys and values of another rank are.
+    template <class Y>
+    Heads<Y> of_others(Y* kv) const {
+        const size_t token = 2 * s_.keys().C();
+        return {.ptr = kv, .batch = T() * token, .token = token};
+    }
+    struct KeysAndValues {
+        Heads<const X> k;
+        Heads<const X> v;
+    };
+    KeysAndValues keys_and_values(const Inputs& in) const {
+        if (in.kv) return {.k = of_others(in.kv), .v = of_others(in.kv + s_.keys().C())};
+        const PackedHeads<const X> own = parts(in.qkv);
+        return {.k = own.k, .v = own.v};
     }
     // What all queries have before the first piece.
     Piece<A> begin(A* lse) {
         if (!kHasRest) dev_.zero(rests_, 2 * rows() * sizeof(A));
-        return {view(q_sum_), {lse, size_t(T())}, {kHasRest ? lse + rows() : rests_ + rows(), size_t(T())}};
+        return {.o = view(q_sum_),
+                .lse = {lse, size_t(T())},
+                .rest = {kHasRest ? lse + rows() : rests_ + rows(), size_t(T())}};
     }
     // A query's first piece writes the sum. The others merge into it, and their merged o goes to dst.
     template <class Y>
     void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first, Heads<Y> dst) {
-        const Piece<A> own = {view(q_), {lse_, size_t(T())}, {rests_, size_t(T())}};
+        const Piece<A> own{
+            .o = view(q_), .lse = {lse_, size_t(T())}, .rest = {rests_, size_t(T())}};
         const Piece<A> to = (first ? sum : own).from(p.q0);
+        const KeysAndValues kv = keys_and_values(in);
         AttentionForward<X, A> c{shape_of(p)};
-        c.q = part(in.qkv, 0).from(p.q0);
-        c.k = key_or_value(in, 0).from(p.k0);
-        c.v = key_or_value(in, 1).from(p.k0);
+        c.q = parts(in.qkv).q.from(p.q0);
+        c.k = kv.k.from(p.k0);
+        c.v = kv.v.from(p.k0);
         c.out = to.o;
         c.lse = to.lse;
         if (kHasRest) c.lse_rest = to.rest;
@@ -152,17 +176,18 @@ class Pieces {
     }
     // The results go to the piece's places in dq and dkv.
     void backward(const PieceCall& p, const Inputs& in, A* dq, A* dkv) {
+        const KeysAndValues kv = keys_and_values(in);
         AttentionBackward<X, A> c{shape_of(p)};
-        c.q = part(in.qkv, 0).from(p.q0);
-        c.k = key_or_value(in, 0).from(p.k0);
-        c.v = key_or_value(in, 1).from(p.k0);
+        c.q = parts(in.qkv).q.from(p.q0);
+        c.k = kv.k.from(p.k0);
+        c.v = kv.v.from(p.k0);
         c.dout = view(in.dout).from(p.q0);
         c.out = view(in.out).from(p.q0);
         c.lse = {in.lse + p.q0, size_t(T())};
         if (kHasRest) c.lse_rest = {in.lse + rows() + p.q0, size_t(T())};
         c.dq = view(dq).from(p.q0);
         c.dk = of_keys(dkv).from(p.k0);
-        c.dv = of_keys(dkv + C()).from(p.k0);
+        c.dv = of_keys(dkv + s_.keys().C()).from(p.k0);
         c.scratch = scratch_;
         attention_backward(dev_, kind_, c);
     }

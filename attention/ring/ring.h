@@ -33,8 +33,8 @@ struct RingRank {
 template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring : Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
-    using Base::C, Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::elements, Base::keys, Base::of_keys,
-        Base::part;
+    using Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::keys, Base::kv_elements;
+    using Base::of_keys, Base::of_others, Base::parts;
     using Base::q_, Base::q_sum_, Base::s_, Base::take, Base::tokens, Base::view, typename Base::Inputs;
 
   public:
@@ -89,11 +89,12 @@ class Ring : Pieces<Dev, X> {
         const auto late = [&](Heads<A> x, bool there = true) { return there ? x.from(Tc_) : Heads<A>{}; };
         beside_travel(ranks(), ranks() > 1, qkv, [&] {
             Base::backward(own_keys(Tc_, Tc_), own, q_, dkv_);
-            add(dev_, tokens(Tc_), part(dqkv, 0), view(q_sum_));
-            add(dev_, tokens(Tc_), part(dqkv, 0).from(Tc_), late(view(q_)), late(view(q_sum_), ranks() > 1));
+            add(dev_, tokens(Tc_), parts(dqkv).q, view(q_sum_));
+            const Heads<X> late_dq = parts(dqkv).q.from(Tc_);
+            add(dev_, tokens(Tc_), late_dq, late(view(q_)), late(view(q_sum_), ranks() > 1));
         });
         const int come = ranks() > 1 ? summed(before(), ranks() - 1) : 0;
-        const Heads<X> dkv = part(dqkv, 1);
+        const Heads<X> dkv = parts(dqkv).k;
         const Heads<A> own_sum = of_keys(dkv_), theirs = of_keys(travelling_[0]);
         add(dev_, keys(Tc_), dkv, own_sum, of_keys(dkv_sum_), come > 0 ? theirs : Heads<A>{});
         add(dev_, keys(Tc_), dkv.from(Tc_), late(own_sum), late(theirs, come > Tc_));
@@ -107,8 +108,8 @@ class Ring : Pieces<Dev, X> {
     A* travelling_[2];  // as dkv_, the sum of the ranks so far, [0] of the keys at work and [1] on its way in
     void place(void* memory) {
         Base::place(memory);
-        for (X*& p : kv_) take(p, ranks() > 1 ? 2 * elements() : 0);
-        for (A*& p : travelling_) take(p, ranks() > 1 ? 2 * elements() : 0);
+        for (X*& p : kv_) take(p, ranks() > 1 ? kv_elements() : 0);
+        for (A*& p : travelling_) take(p, ranks() > 1 ? kv_elements() : 0);
     }
     int ranks() const { return zigzag_.ranks; }
     // The chunks are neighbours in order, so the mask is an ordinary one of a sequence of 2Tc tokens.
@@ -128,8 +129,8 @@ class Ring : Pieces<Dev, X> {
         const bool kv = step + 1 < ranks();
         if (!kv && !dkv) return work();
         const int next = (rank_ + 1) % ranks();
-        const size_t token = 2 * s_.B * C();
-        if (step == 0) add(dev_, keys(T()), Heads<X>{kv_[0], T() * token / s_.B, token / s_.B}, part(qkv, 1));
+        const size_t token = kv_elements() / T();  // of all sequences
+        if (step == 0) add(dev_, keys(T()), of_others(kv_[0]), parts(qkv).k);
         comm_->fork();
         comm_->group([&] {
             if (kv) comm_->send_recv(next, kv_[0], T() * token, before(), kv_[1], T() * token);

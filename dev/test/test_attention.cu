@@ -175,11 +175,18 @@ struct Layout {
     template <class A>
     Heads<A> view(int tensor, A* x, const PieceCall& p) const {
         const size_t more = (tensor + 1) * gap, row = C() + more, batch = T * row + gap;
-        if (tensor == Lse || tensor == Rest) return Heads<A>{x, T + more, 1}.from(p.q0);
-        if (tensor == Out || tensor == Dout) return Heads<A>{x + gap, batch, row}.from(p.q0);
-        const int which = tensor < Q ? tensor - Dq : tensor - Q;
-        const Heads<A> all = gap ? Heads<A>{x + which * room() + gap, batch, row} : packed(x, T, s.NH, s.HS, which);
-        return all.from(which == 0 ? p.q0 : p.k0);
+        const Heads<A> alone{.ptr = x + gap, .batch = batch, .token = row};
+        if (tensor == Lse || tensor == Rest)
+            return Heads<A>{.ptr = x, .batch = T + more, .token = 1}.from(p.q0);
+        if (tensor == Out || tensor == Dout) return alone.from(p.q0);
+        PackedHeads<A> all = packed(x, T, s);
+        if (gap) {
+            all = {.q = alone, .k = alone, .v = alone};
+            all.k.ptr += room();
+            all.v.ptr += 2 * room();
+        }
+        if (tensor == Q || tensor == Dq) return all.q.from(p.q0);
+        return (tensor == K || tensor == Dk ? all.k : all.v).from(p.k0);
     }
     template <class A>
     Stats<A> stats(int tensor, A* x, const PieceCall& p) const {
@@ -204,12 +211,21 @@ struct Layout {
     }
     template <class X, class Y>
     AttentionForward<X, Y> forward(const PieceCall& p, const X* qkv, Y* out, Acc<X>* lse) const {
-        return {shape(p), view(Q, qkv, p), view(K, qkv, p), view(V, qkv, p), view(Out, out, p), stats(Lse, lse, p)};
+        AttentionForward<X, Y> call{shape(p)};
+        call.q = view(Q, qkv, p);
+        call.k = view(K, qkv, p);
+        call.v = view(V, qkv, p);
+        call.out = view(Out, out, p);
+        call.lse = stats(Lse, lse, p);
+        return call;
     }
     template <class X, class Y>
     AttentionBackward<X, Y> backward(const PieceCall& p, const X* qkv, const X* dout, const X* out, const Acc<X>* lse,
                                      Y* dqkv) const {
-        AttentionBackward<X, Y> call{shape(p), view(Q, qkv, p), view(K, qkv, p), view(V, qkv, p)};
+        AttentionBackward<X, Y> call{shape(p)};
+        call.q = view(Q, qkv, p);
+        call.k = view(K, qkv, p);
+        call.v = view(V, qkv, p);
         call.dout = view(Dout, dout, p);
         call.out = view(Out, out, p);
         call.lse = stats(Lse, lse, p);
@@ -1154,26 +1170,28 @@ struct Refusals {
         // right.
         const auto beside = [](auto& c, size_t column) {
             X* const base = address<X>(Q);
-            const auto part = [=](size_t at) { return Heads<X>{base + at, T * 4 * C, 4 * C}; };
-            c.q = {base, T * 4 * C, 4 * C};
-            c.k = {base + C, T * 4 * C, 4 * C};
-            c.v = {base + 2 * C, T * 4 * C, 4 * C};
-            c.out = part(column);
+            const auto place = [=](auto& view, size_t at) {
+                view = {.ptr = base + at, .batch = T * 4 * C, .token = 4 * C};
+            };
+            place(c.q, 0);
+            place(c.k, C);
+            place(c.v, 2 * C);
+            place(c.out, column);
         };
         forward(kAccepted, [=](auto& c) { beside(c, 3 * C); });
         forward("overlap", [=](auto& c) { beside(c, 3 * C - 8); });
         forward("overlap", [=](auto& c) { beside(c, 3 * C + 8); });  // reaches the next token's q
         // dk and dv with sequences side by side in a token, as a ring's (T, B, K and V, NH, HS).
         const auto token_major = [](auto& c, size_t column) {
-            c.dk = {address<X>(Dk), 2 * C, 4 * C};
-            c.dv = {address<X>(Dk) + column, 2 * C, 4 * C};
+            c.dk = {.ptr = address<X>(Dk), .batch = 2 * C, .token = 4 * C};
+            c.dv = {.ptr = address<X>(Dk) + column, .batch = 2 * C, .token = 4 * C};
         };
         backward(kAccepted, [=](auto& c) { token_major(c, C); });
         backward("overlap", [=](auto& c) { token_major(c, 2 * C); });  // dk of the next sequence
         // dk and dv of a sequence behind each other, (B, K and V, T, NH, HS).
         const auto behind = [](auto& c, size_t elements) {
-            c.dk = {address<X>(Dk), 2 * T * C, C};
-            c.dv = {address<X>(Dk) + elements, 2 * T * C, C};
+            c.dk = {.ptr = address<X>(Dk), .batch = 2 * T * C, .token = C};
+            c.dv = {.ptr = address<X>(Dk) + elements, .batch = 2 * T * C, .token = C};
         };
         backward(kAccepted, [=](auto& c) { behind(c, T * C); });
         backward("overlap", [=](auto& c) { behind(c, T * C - 8); });
@@ -1293,7 +1311,8 @@ struct Rows {
     size_t size() const { return B * T * row(); }
     template <class A>
     Heads<A> of(A* x) const {
-        return token_major ? Heads<A>{x, row(), B * row()} : Heads<A>{x, T * row(), row()};
+        if (token_major) return {.ptr = x, .batch = row(), .token = B * row()};
+        return {.ptr = x, .batch = T * row(), .token = row()};
     }
 };
 
@@ -1320,8 +1339,11 @@ static void check_merge(const AttentionShape& s, bool in_place) {
 
     const auto merge_on = [&](const auto& dev, auto to, const auto& of, auto in) {
         using A = decltype(in);
-        const Piece<A> a{of_sum.of<A>(of(sum)), {of(lse), head}, {of(rest), head}};
-        const Piece<A> b{of_piece.of<A>(of(piece)), {of(piece_lse), head}, {of(piece_rest), head}};
+        const Piece<A> a{
+            .o = of_sum.of<A>(of(sum)), .lse = {of(lse), head}, .rest = {of(rest), head}};
+        const Piece<A> b{.o = of_piece.of<A>(of(piece)),
+                         .lse = {of(piece_lse), head},
+                         .rest = {of(piece_rest), head}};
         if constexpr (std::is_same_v<decltype(to), Heads<A>>)
             merge(dev, s, in_place ? a.o : to, a, b);
         else

@@ -243,25 +243,34 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
     X *qkv = l.input("qkv", 3 * all, 1, 0.1), *dout = l.input("dout", n), *out = l.written("out", n);
     X *lse = l.written("lse", B * NH * Tq), *dqkv = l.written("dqkv", 3 * all),
       *bias = l.added("sum of dqkv", 3 * NH * HS);
-    const auto part = [=](auto* x, int which) { return packed(x, Tk, NH, HS, which).from(which == 0 ? unasked : 0); };
-    const X* inputs = qkv;
+    const PackedHeads<const X> in = packed<const X>(qkv, Tk, s);
+    const PackedHeads<X> gradients = packed(dqkv, Tk, s);
+    const Heads<const X> queries = in.q.from(unasked);
     l.forward = [=] {
-        AttentionForward<X> c{s, part(inputs, 0), part(inputs, 1), part(inputs, 2), contiguous(out, Tq, NH, HS)};
+        AttentionForward<X> c{s};
+        c.q = queries;
+        c.k = in.k;
+        c.v = in.v;
+        c.out = contiguous(out, s.queries());
         c.lse = {lse, size_t(Tq)};
         c.lse_rest = {rest, size_t(Tq)};
         attention_forward(dev, c);
     };
     l.backward = [=] {
-        AttentionBackward<X> c{s, part(inputs, 0), part(inputs, 1), part(inputs, 2)};
-        c.dout = contiguous<const X>(dout, Tq, NH, HS);
-        c.out = contiguous<const X>(out, Tq, NH, HS);
+        AttentionBackward<X> c{s};
+        c.q = queries;
+        c.k = in.k;
+        c.v = in.v;
+        c.dout = contiguous<const X>(dout, s.queries());
+        c.out = contiguous<const X>(out, s.queries());
         c.lse = {lse, size_t(Tq)};
         c.lse_rest = {rest, size_t(Tq)};
-        c.dq = part(dqkv, 0);
-        c.dk = part(dqkv, 1);
-        c.dv = part(dqkv, 2);
+        c.dq = gradients.q.from(unasked);
+        c.dk = gradients.k;
+        c.dv = gradients.v;
         for (int b = 0; b < B; b++)
-            for (int t = 0; t < unasked; t++) std::fill_n(packed(dqkv, Tk, NH, HS, 0).row(b, t, 0, HS), NH * HS, X(0));
+            for (int t = 0; t < unasked; t++)
+                std::fill_n(gradients.q.row(b, t, 0, HS), NH * HS, X(0));
         attention_backward(dev, c);
         qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * Tk, NH * HS);
     };
@@ -271,16 +280,17 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
         for (int b = 0; b < B; b++)
             for (int h = 0; h < NH; h++)
                 for (int i = 0; i < Tq; i++) {
-                    const X* q = part(inputs, 0).row(b, i, h, HS);
+                    const X* q = queries.row(b, i, h, HS);
                     Vec S(Tk, -inf);
                     for (int j = 0; j < (s.causal ? unasked + i + 1 : Tk); j++)
-                        S[j] = scale * std::inner_product(q, q + HS, part(inputs, 1).row(b, j, h, HS), 0.0);
+                        S[j] = scale * std::inner_product(q, q + HS, in.k.row(b, j, h, HS), 0.0);
                     double sum = 0;
                     for (double x : S) sum += std::exp(x);
                     lse_[(b * NH + h) * Tq + i] = std::log(sum);
                     for (int d = 0; d < HS; d++) {
                         double o = 0;
-                        for (int j = 0; j < Tk; j++) o += std::exp(S[j]) / sum * part(inputs, 2).row(b, j, h, HS)[d];
+                        for (int j = 0; j < Tk; j++)
+                            o += std::exp(S[j]) / sum * in.v.row(b, j, h, HS)[d];
                         out_[(size_t(b * Tq + i) * NH + h) * HS + d] = o;
                     }
                 }

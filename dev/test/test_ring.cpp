@@ -14,7 +14,9 @@ AttentionShape whole(int B, int T, int NH, int HS, bool causal = true, float sca
 // o, lse and lse's rest after a merge of two rows.
 template <class A = double>
 std::array<A, 3> merged(A o, A lse, A o_b, A lse_b, A rest = 0, A rest_b = 0) {
-    const Piece<A> sum{{&o, 1, 1}, {&lse, 1}, {&rest, 1}}, piece{{&o_b, 1, 1}, {&lse_b, 1}, {&rest_b, 1}};
+    const HeadsShape one{.B = 1, .T = 1, .heads = 1, .HS = 1};
+    const Piece<A> sum{.o = contiguous(&o, one), .lse = {&lse, 1}, .rest = {&rest, 1}};
+    const Piece<A> piece{.o = contiguous(&o_b, one), .lse = {&lse_b, 1}, .rest = {&rest_b, 1}};
     merge(Cpu(1), whole(1, 1, 1, 1), sum.o, sum, piece);
     return {o, lse, rest};
 }
