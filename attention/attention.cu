@@ -52,7 +52,7 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
         throw UsageError(format("--attention %s computes in %s: use --precision %s, or --attention flash", name.c_str(),
                                 name_of(dtype_of<Other>()), name_of(dtype_of<Other>())));
     }
-    if (kernel->flash && HS != 64 && HS != 128)
+    if (!kernel->takes.any_head_size && HS != 64 && HS != 128)
         throw Error(
             format("attention: %s needs a head size of 64 or 128, found %d; choose NH = C/64 or C/128, or use "
                    "--attention naive",
@@ -73,7 +73,7 @@ void check_attention(const Cuda& dev, Attention kind, int HS, bool training, boo
         throw UsageError(
             format("--attention %s has no backward, so it can only generate and evaluate: train with --attention flash",
                    kernel.name));
-    if (context_parallel && !kernel.takes_pieces())
+    if (context_parallel && !kernel.takes.pieces)
         throw UsageError(
             format("--context-parallel needs --attention flash: %s takes whole sequences only", kernel.name));
 }
@@ -93,37 +93,7 @@ const char* attention_names() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The check of a call
-
-void check_shape(const AttentionLimits& limits, const AttentionShape& s, size_t element,
-                 bool backward, bool rest) {
-    const char* name = limits.name;
-    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
-        throw Error(format("%s: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", name, s.B,
-                           s.NH, s.Tq, s.Tk));
-    if (s.causal && s.Tq > s.Tk)
-        throw Error(
-            format("%s: a causal mask needs Tq ≤ Tk, found Tq %d and Tk %d", name, s.Tq, s.Tk));
-    if (!(s.resolved_scale() > 0.f))
-        throw Error(format("%s: scale %g, expected > 0", name, s.resolved_scale()));
-
-    if (limits.flash && s.HS != 64 && s.HS != 128)
-        throw Error(
-            format("%s: head size %d, expected 64 or 128: use --attention naive", name, s.HS));
-    if (s.HS < 1 || s.HS * element % limits.alignment)
-        throw Error(format("%s: head size %d, expected a multiple of %zu", name, s.HS,
-                           limits.alignment / element));
-
-    if (backward && !limits.pieces && s.Tq != s.Tk)
-        throw Error(
-            format("%s: backward takes whole sequences only (Tq %d, Tk %d): use --attention flash",
-                   name, s.Tq, s.Tk));
-    if (rest && !limits.has_rest)
-        throw Error(format(
-            "%s: lse_rest is given, but only fp32 kernels that work on pieces of a sequence have "
-            "one: pass null, or use --attention flash in fp32",
-            name));
-}
+// The check of a call's memory
 
 namespace {
 

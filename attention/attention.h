@@ -31,18 +31,19 @@ void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernels behind it
 
-// One row of the ladder. Table-driven so that tests and benchmarks run every kernel there is.
+// One row of the ladder. Table-driven so that tests and benchmarks run every kernel there is. A
+// kernel's file names the fields, and leaves out what the kernel lacks.
 template <class X>
 struct AttentionKernel {
     const char* name;  // its file's name: "naive", "flash_fp32", …
     int min_sm;        // compute capability ×10. Runs there and on later ones, but 90 means wgmma, which only 9.0 has
-    bool runs_on(const Cuda& dev) const { return min_sm == 90 ? dev.sm90a : dev.sm >= min_sm; }
-    bool flash;  // no T×T buffer
+    bool flash;        // no T×T buffer
+    AttentionTakes takes = {};
 
     // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and backward's scratch. What is enough
     // without a mask is enough with one, and with fewer queries or keys.
-    size_t (*saved_bytes)(const AttentionShape&);
-    size_t (*scratch_bytes)(const AttentionShape&);
+    size_t (*saved_bytes)(const AttentionShape&) = no_bytes;
+    size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;
 
     // The launchers. They trust their call, so only the functions below call them.
     struct {
@@ -51,17 +52,20 @@ struct AttentionKernel {
         // trainer refuses to train with it.
         void (*backward)(const Cuda&, const AttentionBackward<X>&) = nullptr;
 
-        // The same with results in fp32, for sequences in pieces. Null in a kernel whose backward
-        // takes only whole sequences, with Tq = Tk and all of their keys.
+        // The same with results in fp32, for sequences in pieces. A kernel has both if it takes
+        // pieces, and else neither.
         void (*forward_fp32)(const Cuda&, const AttentionForward<X, float>&) = nullptr;
         void (*backward_fp32)(const Cuda&, const AttentionBackward<X, float>&) = nullptr;
     } unchecked;
-    bool has_backward() const { return unchecked.backward != nullptr; }
-    bool takes_pieces() const { return unchecked.backward_fp32 != nullptr; }
 
+    bool runs_on(const Cuda& dev) const { return min_sm == 90 ? dev.sm90a : dev.sm >= min_sm; }
+    bool has_backward() const { return unchecked.backward != nullptr; }
     AttentionLimits limits() const {
-        const bool has_rest = takes_pieces() && std::is_same_v<X, float>;
-        return {name, 16, flash, takes_pieces(), has_rest, saved_bytes, scratch_bytes};
+        return {.name = name,
+                .alignment = 16,
+                .takes = takes,
+                .saved_bytes = saved_bytes,
+                .scratch_bytes = scratch_bytes};
     }
     // These throw Error unless the kernel takes the call (check_call).
     void forward(const Cuda& dev, const AttentionForward<X>& c) const {

@@ -12,12 +12,13 @@
 #pragma once
 #include <initializer_list>
 
+#include "common/error.h"
 #include "common/types.h"
 
 // If causal, query i sees key j where j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all keys, and each sees one.
 //
-// The shape of a part is a copy of the whole's with other lengths. Built again from its fields, it would
-// lose the next field that is added here.
+// The shape of a part is a copy of the whole's with other lengths. Built again from its fields, it
+// would lose the next field that is added here.
 struct AttentionShape {
     int B;
     int Tq;
@@ -145,16 +146,57 @@ inline size_t no_bytes(const AttentionShape&) {
     return 0;
 }
 
+// What not every implementation takes. check_shape() refuses what is false.
+struct AttentionTakes {
+    bool any_head_size = false;  // not 64 and 128 alone
+    bool pieces = false;         // backward of some queries or keys, not of whole sequences alone
+    bool lse_rest = false;       // forward writes it, and backward reads it
+};
+
 // Which calls an implementation supports.
 struct AttentionLimits {
     const char* name;  // every Error begins with it
     size_t alignment;  // of the rows of a head, in bytes
-    bool flash;        // head sizes 64 and 128 alone
-    bool pieces;       // backward takes some of the queries or keys, not only whole sequences
-    bool has_rest;     // forward writes lse_rest, and backward reads it
+    AttentionTakes takes = {};
     size_t (*saved_bytes)(const AttentionShape&) = no_bytes;    // of att
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;  // of scratch
 };
+
+// What a call is besides its shape.
+struct CallTraits {
+    size_t element;  // bytes of an element of q
+    bool backward;
+    bool lse_rest;  // it is given
+};
+inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
+                        const CallTraits& call) {
+    const char* name = limits.name;
+    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
+        throw Error(format("%s: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", name, s.B,
+                           s.NH, s.Tq, s.Tk));
+    if (s.causal && s.Tq > s.Tk)
+        throw Error(
+            format("%s: a causal mask needs Tq ≤ Tk, found Tq %d and Tk %d", name, s.Tq, s.Tk));
+    if (!(s.resolved_scale() > 0.f))
+        throw Error(format("%s: scale %g, expected > 0", name, s.resolved_scale()));
+
+    if (!limits.takes.any_head_size && s.HS != 64 && s.HS != 128)
+        throw Error(
+            format("%s: head size %d, expected 64 or 128: use --attention naive", name, s.HS));
+    if (s.HS < 1 || s.HS * call.element % limits.alignment)
+        throw Error(format("%s: head size %d, expected a multiple of %zu", name, s.HS,
+                           limits.alignment / call.element));
+
+    if (call.backward && !limits.takes.pieces && s.Tq != s.Tk)
+        throw Error(
+            format("%s: backward takes whole sequences only (Tq %d, Tk %d): use --attention flash",
+                   name, s.Tq, s.Tk));
+    if (call.lse_rest && !limits.takes.lse_rest)
+        throw Error(format(
+            "%s: lse_rest is given, but only fp32 kernels that work on pieces of a sequence have "
+            "one: pass null, or use --attention flash in fp32",
+            name));
+}
 
 // Memory that a call names: `sequences` of `rows` of so many bytes.
 struct CallMemory {
@@ -201,9 +243,7 @@ inline CallMemory if_given(CallMemory m) {
     return m;
 }
 
-// The two halves of check_call(), in attention.cu. Rows of no bytes are not part of the call.
-void check_shape(const AttentionLimits& limits, const AttentionShape& s, size_t element,
-                 bool backward, bool rest);
+// In attention.cu. Rows of no bytes are not part of the call.
 void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemory> memory);
 
 // Throws Error unless the call is as this file says and the implementation takes it. An output may
@@ -212,7 +252,9 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) {
     const AttentionShape& s = c.s;
-    check_shape(limits, s, sizeof(X), false, c.lse_rest.ptr != nullptr);
+    check_shape(
+        limits, s,
+        {.element = sizeof(X), .backward = false, .lse_rest = c.lse_rest.ptr != nullptr});
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
     check_memory(limits, {memory_of("q", c.q, queries, limits.alignment),
@@ -226,7 +268,8 @@ void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) 
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionBackward<X, Y>& c) {
     const AttentionShape& s = c.s;
-    check_shape(limits, s, sizeof(X), true, c.lse_rest.ptr != nullptr);
+    check_shape(limits, s,
+                {.element = sizeof(X), .backward = true, .lse_rest = c.lse_rest.ptr != nullptr});
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
     check_memory(limits, {memory_of("q", c.q, queries, limits.alignment),

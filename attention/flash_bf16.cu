@@ -476,4 +476,13 @@ size_t scratch_bytes(const AttentionShape& s) {
 }  // namespace
 
 const AttentionKernel<bf16> flash_bf16 = {
-    kName, 80, true, no_bytes, scratch_bytes, forward<bf16>, backward<bf16>, forward<float>, backward<float>};
+    .name = kName,
+    .min_sm = 80,
+    .flash = true,
+    .takes = {.pieces = true},
+    .scratch_bytes = scratch_bytes,
+    .unchecked = {.forward = forward<bf16>,
+                  .backward = backward<bf16>,
+                  .forward_fp32 = forward<float>,
+                  .backward_fp32 = backward<float>},
+};

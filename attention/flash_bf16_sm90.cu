@@ -524,4 +524,13 @@ void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
 }  // namespace
 
 const AttentionKernel<bf16> flash_bf16_sm90 = {
-    kName, 90, true, no_bytes, sm90_bytes, forward<bf16>, sm90_backward<bf16>, forward<float>, sm90_backward<float>};
+    .name = kName,
+    .min_sm = 90,
+    .flash = true,
+    .takes = {.pieces = true},
+    .scratch_bytes = sm90_bytes,
+    .unchecked = {.forward = forward<bf16>,
+                  .backward = sm90_backward<bf16>,
+                  .forward_fp32 = forward<float>,
+                  .backward_fp32 = sm90_backward<float>},
+};

@@ -611,5 +611,14 @@ size_t scratch_bytes(const AttentionShape& s) {
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp16x3 = {kName,   80,       true,    no_bytes, scratch_bytes,
-                                             forward, backward, forward, backward};
+const AttentionKernel<float> flash_fp16x3 = {
+    .name = kName,
+    .min_sm = 80,
+    .flash = true,
+    .takes = {.pieces = true, .lse_rest = true},
+    .scratch_bytes = scratch_bytes,
+    .unchecked = {.forward = forward,
+                  .backward = backward,
+                  .forward_fp32 = forward,
+                  .backward_fp32 = backward},
+};

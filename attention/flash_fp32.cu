@@ -618,5 +618,14 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp32 = {kName,   75,       true,    no_bytes, scratch_bytes,
-                                           forward, backward, forward, backward};
+const AttentionKernel<float> flash_fp32 = {
+    .name = kName,
+    .min_sm = 75,
+    .flash = true,
+    .takes = {.pieces = true, .lse_rest = true},
+    .scratch_bytes = scratch_bytes,
+    .unchecked = {.forward = forward,
+                  .backward = backward,
+                  .forward_fp32 = forward,
+                  .backward_fp32 = backward},
+};

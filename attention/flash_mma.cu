@@ -332,4 +332,10 @@ size_t scratch_bytes(const AttentionShape& s) {
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_mma = {kName, 80, true, no_bytes, scratch_bytes, forward, backward};
+const AttentionKernel<bf16> flash_mma = {
+    .name = kName,
+    .min_sm = 80,
+    .flash = true,
+    .scratch_bytes = scratch_bytes,
+    .unchecked = {.forward = forward, .backward = backward},
+};

@@ -252,4 +252,10 @@ size_t scratch_bytes(const AttentionShape& s) {
 
 }  // namespace
 
-const AttentionKernel<float> flash_simple = {kName, 75, true, no_bytes, scratch_bytes, forward, backward};
+const AttentionKernel<float> flash_simple = {
+    .name = kName,
+    .min_sm = 75,
+    .flash = true,
+    .scratch_bytes = scratch_bytes,
+    .unchecked = {.forward = forward, .backward = backward},
+};

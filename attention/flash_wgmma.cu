@@ -200,4 +200,9 @@ void forward(const Cuda& dev, const AttentionForward<bf16>& c) {
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_wgmma = {kName, 90, true, no_bytes, no_bytes, forward};
+const AttentionKernel<bf16> flash_wgmma = {
+    .name = kName,
+    .min_sm = 90,
+    .flash = true,
+    .unchecked = {.forward = forward},
+};

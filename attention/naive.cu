@@ -201,7 +201,15 @@ void backward(const Cuda& dev, const AttentionBackward<X>& c) {
 }
 
 template <class X>
-constexpr AttentionKernel<X> kNaive = {kName, 75, false, bytes<X>, bytes<X>, forward<X>, backward<X>};
+constexpr AttentionKernel<X> kNaive = {
+    .name = kName,
+    .min_sm = 75,
+    .flash = false,
+    .takes = {.any_head_size = true},
+    .saved_bytes = bytes<X>,
+    .scratch_bytes = bytes<X>,
+    .unchecked = {.forward = forward<X>, .backward = backward<X>},
+};
 
 }  // namespace
 

@@ -124,8 +124,8 @@ class Pieces {
     PackedHeads<Y> parts(Y* qkv) const {
         return packed(qkv, T(), s_);
     }
-    // Keys and values of n tokens, or their gradients, as one tensor of all their heads. In a packed
-    // tensor it begins at the keys, because a token's values are right behind them.
+    // Keys and values of n tokens, or their gradients, as one tensor of all their heads. In a
+    // packed tensor it begins at the keys, because a token's values are right behind them.
     AttentionShape keys(int n) const {
         AttentionShape both = tokens(n);
         both.NH = 2 * s_.keys().heads;

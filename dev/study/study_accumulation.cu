@@ -277,10 +277,15 @@ void naive(const Cuda& dev, const AttentionForward<__half>& c) {
 
 template <int F>
 AttentionKernel<__half> variant(const char* name) {
-    return {name, 80, true, no_bytes, no_bytes, forward<F>};
+    return {.name = name, .min_sm = 80, .flash = true, .unchecked = {.forward = forward<F>}};
 }
 const AttentionKernel<__half> kKernels[] = {
-    {"naive", 80, false, [](const AttentionShape& s) { return sizeof(__half) * s.Tq * s.Tk; }, no_bytes, naive},
+    {.name = "naive",
+     .min_sm = 80,
+     .flash = false,
+     .takes = {.any_head_size = true},
+     .saved_bytes = [](const AttentionShape& s) { return sizeof(__half) * s.Tq * s.Tk; },
+     .unchecked = {.forward = naive}},
     variant<0>("base"),
     variant<kQk16>("qk16"),
     variant<kPv16>("pv16"),

@@ -411,7 +411,7 @@ struct Run {
         if constexpr (kTwo) kernel.forward_fp32(gpu(), layout.forward<X, Y>(all, qkv, out_y, lse));
         auto call = layout.forward<X, X>(all, qkv, out, lse);
         call.att = att;
-        if (kHasRest && kernel.takes_pieces())
+        if (kHasRest && kernel.takes.pieces)
             call.lse_rest = layout.stats<float>(Rest, lse_rest, all);
         kernel.forward(gpu(), call);
     }
@@ -428,7 +428,7 @@ struct Run {
             kernel.backward(gpu(), call);
     }
     bool has_backward() const {
-        return kernel.has_backward() && (s.Tq == s.Tk || kernel.takes_pieces());
+        return kernel.has_backward() && (s.Tq == s.Tk || kernel.takes.pieces);
     }
     void whole() {
         forward();
@@ -671,7 +671,7 @@ void logits(const AttentionKernel<X>& kernel) {
                     const int several = T < 1000 ? 2 : 1;
                     const Case c{whole(several, T, several, HS, causal, 8.f / static_cast<float>(HS)), input, logit};
                     check_call(kernel, c);
-                    if (kernel.takes_pieces())
+                    if (kernel.takes.pieces)
                         check_pieces(kernel, c, {T / 3}, {T / 4});
                 }
 }
@@ -751,7 +751,7 @@ void determinism(const AttentionKernel<X>& kernel) {
         {whole(2, 1000, 12, 64), 20}, {whole(1, 1000, 5, 128, false), 20}, {whole(3, 130, 5, 64), 1000}};
     for (const auto& [shape, count] : runs) {
         check_repeats<X, X>(kernel, shape, count);
-        if (kernel.takes_pieces())
+        if (kernel.takes.pieces)
             check_repeats<X, float>(kernel, shape, 3);
     }
 }
@@ -822,7 +822,7 @@ void shifts(const AttentionKernel<X>& kernel) {
             const int Tq = n++ % 2 ? 130 : 200;
             const Case c{queries_of(2, Tq, Tq + shift, 3, HS)};
             check_call(kernel, c);
-            if (std::is_same_v<X, bf16> && kernel.takes_pieces())
+            if (std::is_same_v<X, bf16> && kernel.takes.pieces)
                 check_fp32_call(kernel, c);
         }
     for (int HS : {64, 128})
@@ -899,7 +899,7 @@ void few(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128}) {
         check_call(kernel, {whole(1, 100, NH, HS)}, true);
         check_call(kernel, {queries_of(1, 70, 200, NH, HS)}, true);
-        if (kernel.takes_pieces())
+        if (kernel.takes.pieces)
             check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, true);
     }
 }
@@ -916,7 +916,7 @@ void limits(const AttentionKernel<X>& kernel) {
         gpu().sync();  // an Error from a launcher leaves the device fit for work
     }
     // A kernel that has no results in fp32 says so, and so does the dispatcher.
-    if (kernel.takes_pieces())
+    if (kernel.takes.pieces)
         return;
     const AttentionShape s = whole(1, 64, 1, 64);
     CHECK_ERROR(attention_forward(gpu(), Attention{kernel.name}, AttentionForward<X, float>{s}),
@@ -986,7 +986,7 @@ TEST(names) {
             };
             CHECK(takes(false, false));
             CHECK(takes(true, false) == k->has_backward());
-            CHECK(takes(false, true) == k->takes_pieces());
+            CHECK(takes(false, true) == k->takes.pieces);
         }
         check_attention<X>(dev, Attention::flash, 64, true, true);
         const AttentionKernel<X>& flash = attention_kernel<X>(dev, Attention::flash, 64);
@@ -1088,7 +1088,7 @@ struct Refusals {
         both("Tk -1", [](auto& c) { c.s.Tk = -1; });
         both("head size 18", [](auto& c) { c.s.HS = 18; });
         both("head size 0", [](auto& c) { c.s.HS = 0; });
-        both(kernel.flash ? "head size 32" : kAccepted, [](auto& c) { c.s.HS = 32; });
+        both(kernel.takes.any_head_size ? kAccepted : "head size 32", [](auto& c) { c.s.HS = 32; });
         both("scale -1", [](auto& c) { c.s.scale = -1; });
 
         // Fewer queries than keys, more of them, and single rows, whose strides nobody follows.
@@ -1099,7 +1099,7 @@ struct Refusals {
             for (int gap : {0, kGap}) {
                 const Calls<X> calls(s, gap);
                 accept(calls.forward);
-                if (kernel.takes_pieces() || s.Tq == s.Tk)
+                if (kernel.takes.pieces || s.Tq == s.Tk)
                     accept(calls.backward);
                 else
                     refuse(calls.backward, "whole sequences");
@@ -1200,8 +1200,8 @@ struct Refusals {
 
     void rests() const {
         const auto with_rest = [](auto& c) { c.lse_rest = {address<float>(Rest), size_t(T)}; };
-        both(limits.has_rest ? kAccepted : "lse_rest", with_rest);
-        if (!limits.has_rest)
+        both(limits.takes.lse_rest ? kAccepted : "lse_rest", with_rest);
+        if (!limits.takes.lse_rest)
             return;
         both("lse_rest", [](auto& c) { c.lse_rest = {address<float>(Rest), size_t(T - 1)}; });
         forward("overlap", [](auto& c) { c.lse_rest = c.lse; });
@@ -1210,8 +1210,12 @@ struct Refusals {
 
     // Results in fp32.
     void fp32() const {
+        const auto& launchers = kernel.unchecked;
+        CHECK((launchers.forward_fp32 != nullptr) == kernel.takes.pieces);
+        CHECK((launchers.backward_fp32 != nullptr) == kernel.takes.pieces);
+
         const Calls<X, float> calls(good);
-        if (kernel.takes_pieces()) {
+        if (kernel.takes.pieces) {
             accept(calls.forward);
             accept(calls.backward);
             AttentionBackward<X, float> call = calls.backward;
@@ -1505,7 +1509,7 @@ void add_tests() {
             const Property<X>& property = kProperties<X>[which];
             const int sm = gpu().sm;
             if (!kernel.runs_on(gpu())) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, sm);
-            if (property.needs_fp32 && !kernel.takes_pieces())
+            if (property.needs_fp32 && !kernel.takes.pieces)
                 SKIP("%s takes whole sequences only", kernel.name);
             property.check(kernel);
         };

@@ -369,8 +369,11 @@ static X scale_of(const AttentionShape& s) {
 }
 
 template <class X>
-constexpr AttentionLimits kAttentionLimits = {"attention on the CPU", alignof(X), false, true,
-                                              true};
+constexpr AttentionLimits kAttentionLimits = {
+    .name = "attention on the CPU",
+    .alignment = alignof(X),
+    .takes = {.any_head_size = true, .pieces = true, .lse_rest = true},
+};
 
 template <class X>
 void attention_forward(const Cpu&, const AttentionForward<X>& c) {
