@@ -54,7 +54,10 @@ void add(const Cuda&, const AttentionShape&, Heads<Y> dst, Heads<Z> a, Heads<Z> 
 
 // Some queries with some keys, and a mask that ends where the keys end, or none.
 struct PieceCall {
-    int q0, Tq, k0, Tk;
+    int q0;
+    int Tq;
+    int k0;
+    int Tk;
     bool causal;
 };
 
@@ -71,22 +74,31 @@ class Pieces {
     const Dev& dev_;
     const AttentionShape s_;
     const Attention kind_;
-    A *q_sum_, *q_;      // (B, T, NH, HS), out or dq, merged or added up, and that of a piece
-    A *dkv_sum_, *dkv_;  // (T, B, K and V, NH, HS), the same. So what the first tokens have is one stretch of memory
-    A *rests_, *lse_;    // (B, NH, T): rests of a piece's lse and of the merged lse, and a piece's lse
-    char* scratch_;      // the kernel's
+    // dk and dv are (T, B, K and V, heads, HS), so that what the first tokens have is one stretch
+    // of memory. In fp32 the rest of the merged lse is in the caller's lse, not in sum_rest_.
+    A* q_sum_;       // (B, T, NH, HS): out or dq, merged or added up
+    A* q_;           // that of a piece
+    A* dkv_sum_;     // dk and dv, added up
+    A* dkv_;         // those of a piece
+    A* piece_rest_;  // (B, NH, T), of a piece's lse
+    A* sum_rest_;    // of the merged lse, right behind
+    A* piece_lse_;   // (B, NH, T)
+    char* scratch_;  // the kernel's
     struct Inputs {
-        const X *qkv, *dout = nullptr, *out = nullptr;
+        const X* qkv;
+        const X* dout = nullptr;
+        const X* out = nullptr;
         const A* lse = nullptr;
-        const X* kv = nullptr;  // another rank's keys and values (B, T, 2, NH, HS), instead of those in qkv
+        const X* kv = nullptr;  // another rank's keys and values (B, T, 2, heads, HS), not qkv's
     };
     Pieces(const Dev& dev, const AttentionShape& s, Attention kind) : dev_(dev), s_(s), kind_(kind) { place(nullptr); }
     void place(void* memory) {
         begin_ = next_ = reinterpret_cast<uintptr_t>(memory);
         for (A** p : {&q_sum_, &q_}) take(*p, s_.queries().elements());
         for (A** p : {&dkv_sum_, &dkv_}) take(*p, kv_elements());
-        take(rests_, 2 * rows());
-        take(lse_, rows());
+        take(piece_rest_, 2 * rows());
+        sum_rest_ = piece_rest_ + rows();
+        take(piece_lse_, rows());
         // What is enough for all tokens without a mask is enough for some, and with one.
         AttentionShape unmasked = s_;
         unmasked.causal = false;
@@ -150,18 +162,25 @@ class Pieces {
         const PackedHeads<const X> own = parts(in.qkv);
         return {.k = own.k, .v = own.v};
     }
+    template <class Y>
+    Stats<Y> stats(Y* x) const {  // (B, NH, T)
+        return {.ptr = x, .head = size_t(T())};
+    }
+    template <class Y>
+    Y* rest_of(Y* lse) const {  // see lse_elements()
+        return lse + rows();
+    }
     // What all queries have before the first piece.
     Piece<A> begin(A* lse) {
-        if (!kHasRest) dev_.zero(rests_, 2 * rows() * sizeof(A));
-        return {.o = view(q_sum_),
-                .lse = {lse, size_t(T())},
-                .rest = {kHasRest ? lse + rows() : rests_ + rows(), size_t(T())}};
+        if (!kHasRest) dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_
+        A* const rest = kHasRest ? rest_of(lse) : sum_rest_;
+        return {.o = view(q_sum_), .lse = stats(lse), .rest = stats(rest)};
     }
     // A query's first piece writes the sum. The others merge into it, and their merged o goes to dst.
     template <class Y>
     void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first, Heads<Y> dst) {
         const Piece<A> own{
-            .o = view(q_), .lse = {lse_, size_t(T())}, .rest = {rests_, size_t(T())}};
+            .o = view(q_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
         const Piece<A> to = (first ? sum : own).from(p.q0);
         const KeysAndValues kv = keys_and_values(in);
         AttentionForward<X, A> c{shape_of(p)};
@@ -183,8 +202,8 @@ class Pieces {
         c.v = kv.v.from(p.k0);
         c.dout = view(in.dout).from(p.q0);
         c.out = view(in.out).from(p.q0);
-        c.lse = {in.lse + p.q0, size_t(T())};
-        if (kHasRest) c.lse_rest = {in.lse + rows() + p.q0, size_t(T())};
+        c.lse = stats(in.lse).from(p.q0);
+        if (kHasRest) c.lse_rest = stats(rest_of(in.lse)).from(p.q0);
         c.dq = view(dq).from(p.q0);
         c.dk = of_keys(dkv).from(p.k0);
         c.dv = of_keys(dkv + s_.keys().C()).from(p.k0);

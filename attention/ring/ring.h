@@ -53,8 +53,8 @@ class Ring : Pieces<Dev, X> {
     void forward(X* out, A* lse, const X* qkv) {
         const Piece<A> sum = Base::begin(lse);
         for (int step = 0; step < ranks(); step++)
-            beside_travel(step, false, qkv, [&] {
-                const Inputs in{qkv, nullptr, nullptr, nullptr, step == 0 ? nullptr : kv_[0]};
+            beside_travel(step, /*dkv=*/false, qkv, [&] {
+                const Inputs in{.qkv = qkv, .kv = step == 0 ? nullptr : kv_.here};
                 const PieceCall p = step == 0 ? own_keys(0, T()) : others_keys(step);
                 if (step + 1 < ranks()) return Base::forward(p, in, sum, step == 0, sum.o);
                 Base::forward(p, in, sum, step == 0, view(out));  // the last merge rounds what it merges
@@ -67,27 +67,31 @@ class Ring : Pieces<Dev, X> {
     // takes twice as long as one of keys in bf16. So the first hop, of keys, is beside the early chunk's queries with the
     // rank's own keys, and the last, of gradients, beside the late chunk's, which are three times the work.
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
-        const Inputs own{qkv, dout, out, lse};
+        const Inputs own{.qkv = qkv, .dout = dout, .out = out, .lse = lse};
         const bool others = rank_ > 0;  // the early chunk sees others' keys, and first at step 1
-        beside_travel(0, false, qkv, [&] { Base::backward(own_keys(0, Tc_), own, others ? q_ : q_sum_, dkv_sum_); });
+        beside_travel(0, /*dkv=*/false, qkv, [&] {
+            Base::backward(own_keys(0, Tc_), own, others ? q_ : q_sum_, dkv_sum_);
+        });
         for (int step = 1; step < ranks(); step++) {
             const bool first = step == 1;
-            beside_travel(step, !first, qkv, [&] {
+            beside_travel(step, /*dkv=*/!first, qkv, [&] {
                 const PieceCall p = others_keys(step);
-                const Inputs in{qkv, dout, out, lse, kv_[0]};
-                Base::backward(p, in, first ? q_sum_ : q_, first ? travelling_[0] : dkv_);
-                const int queries = !first ? T() - p.q0 : others ? Tc_ : 0;
+                const Inputs in{
+                    .qkv = qkv, .dout = dout, .out = out, .lse = lse, .kv = kv_.here};
+                Base::backward(p, in, first ? q_sum_ : q_, first ? travelling_.here : dkv_);
+                int queries = T() - p.q0;
+                if (first) queries = others ? Tc_ : 0;  // step 0's, because this step wrote q_sum_
                 const Heads<A> sum = view(q_sum_).from(p.q0);
                 if (queries > 0) add(dev_, tokens(queries), sum, sum, view(q_).from(p.q0));
             });
             if (first) continue;
             // What has come is added to this rank's, which has at least as many chunks.
             const int n = summed(before(), step - 1);
-            add(dev_, keys(n), of_keys(dkv_), of_keys(dkv_), of_keys(travelling_[0]));
-            std::swap(dkv_, travelling_[0]);
+            add(dev_, keys(n), of_keys(dkv_), of_keys(dkv_), of_keys(travelling_.here));
+            std::swap(dkv_, travelling_.here);
         }
         const auto late = [&](Heads<A> x, bool there = true) { return there ? x.from(Tc_) : Heads<A>{}; };
-        beside_travel(ranks(), ranks() > 1, qkv, [&] {
+        beside_travel(ranks(), /*dkv=*/ranks() > 1, qkv, [&] {
             Base::backward(own_keys(Tc_, Tc_), own, q_, dkv_);
             add(dev_, tokens(Tc_), parts(dqkv).q, view(q_sum_));
             const Heads<X> late_dq = parts(dqkv).q.from(Tc_);
@@ -95,7 +99,7 @@ class Ring : Pieces<Dev, X> {
         });
         const int come = ranks() > 1 ? summed(before(), ranks() - 1) : 0;
         const Heads<X> dkv = parts(dqkv).k;
-        const Heads<A> own_sum = of_keys(dkv_), theirs = of_keys(travelling_[0]);
+        const Heads<A> own_sum = of_keys(dkv_), theirs = of_keys(travelling_.here);
         add(dev_, keys(Tc_), dkv, own_sum, of_keys(dkv_sum_), come > 0 ? theirs : Heads<A>{});
         add(dev_, keys(Tc_), dkv.from(Tc_), late(own_sum), late(theirs, come > Tc_));
     }
@@ -104,44 +108,60 @@ class Ring : Pieces<Dev, X> {
     const Zigzag zigzag_;
     const int rank_, Tc_;
     Comm* comm_ = nullptr;
-    X* kv_[2];          // (B, T, K and V, NH, HS), [0] at work and [1] on its way in
-    A* travelling_[2];  // as dkv_, the sum of the ranks so far, [0] of the keys at work and [1] on its way in
+    // Two buffers of what travels. What is here goes on to the next rank.
+    template <class Y>
+    struct Travelling {
+        Y* here = nullptr;
+        Y* incoming = nullptr;
+        void arrive() { std::swap(here, incoming); }
+    };
+    Travelling<X> kv_;          // (B, T, K and V, heads, HS)
+    Travelling<A> travelling_;  // as dkv_, the sum of the ranks so far, of the keys in kv_.here
     void place(void* memory) {
         Base::place(memory);
-        for (X*& p : kv_) take(p, ranks() > 1 ? kv_elements() : 0);
-        for (A*& p : travelling_) take(p, ranks() > 1 ? kv_elements() : 0);
+        const size_t elements = ranks() > 1 ? kv_elements() : 0;
+        take(kv_.here, elements);
+        take(kv_.incoming, elements);
+        take(travelling_.here, elements);
+        take(travelling_.incoming, elements);
     }
     int ranks() const { return zigzag_.ranks; }
     // The chunks are neighbours in order, so the mask is an ordinary one of a sequence of 2Tc tokens.
-    PieceCall own_keys(int q0, int Tq) const { return {q0, Tq, 0, q0 + Tq, true}; }
+    PieceCall own_keys(int q0, int Tq) const {
+        return {.q0 = q0, .Tq = Tq, .k0 = 0, .Tk = q0 + Tq, .causal = true};
+    }
     PieceCall others_keys(int step) const {
-        const int seen = zigzag_.seen(rank_, step), Tq = seen == 2 ? Tc_ : T();
-        return {T() - Tq, Tq, 0, seen * Tc_, false};
+        const int seen = zigzag_.seen(rank_, step);
+        const int Tq = seen == 2 ? Tc_ : T();
+        return {.q0 = T() - Tq, .Tq = Tq, .k0 = 0, .Tk = seen * Tc_, .causal = false};
     }
     int before() const { return zigzag_.source(rank_, 1); }
     // Tokens whose dk and dv hold a sum once `rank` has added its part for the keys of `step`.
     int summed(int rank, int step) const { return zigzag_.seen(rank, step) * Tc_; }
     // Calls work(), during which keys and values travel, except in the last step. In backward the gradients of the keys
-    // of the step before travel too, from the third step on and once more after the last. Buffers [0] go to the next
-    // rank, and what came from the one before is then [0].
+    // of the step before travel too, from the third step on and once more after the last. Then what
+    // came from the rank before is here.
     template <class Work>
     void beside_travel(int step, bool dkv, const X* qkv, Work work) {
         const bool kv = step + 1 < ranks();
         if (!kv && !dkv) return work();
         const int next = (rank_ + 1) % ranks();
         const size_t token = kv_elements() / T();  // of all sequences
-        if (step == 0) add(dev_, keys(T()), of_others(kv_[0]), parts(qkv).k);
+        if (step == 0) add(dev_, keys(T()), of_others(kv_.here), parts(qkv).k);
         comm_->fork();
         comm_->group([&] {
-            if (kv) comm_->send_recv(next, kv_[0], T() * token, before(), kv_[1], T() * token);
-            if (dkv)
-                comm_->send_recv(next, travelling_[0], summed(rank_, step - 1) * token, before(), travelling_[1],
-                                 summed(before(), step - 1) * token);
+            if (kv)
+                comm_->send_recv(next, kv_.here, T() * token, before(), kv_.incoming, T() * token);
+            if (dkv) {
+                const size_t out = summed(rank_, step - 1) * token;
+                const size_t in = summed(before(), step - 1) * token;
+                comm_->send_recv(next, travelling_.here, out, before(), travelling_.incoming, in);
+            }
         });
         comm_->head_start();
         work();
         comm_->join();
-        if (kv) std::swap(kv_[0], kv_[1]);
-        if (dkv) std::swap(travelling_[0], travelling_[1]);
+        if (kv) kv_.arrive();
+        if (dkv) travelling_.arrive();
     }
 };

@@ -162,7 +162,12 @@ struct Layout {
     size_t C() const { return size_t(s.NH) * s.HS; }
     size_t room() const { return s.B * (T * (C() + kPlaces * gap) + gap); }  // of a tensor like out
     size_t stats_room() const { return s.B * s.NH * (T + kPlaces * gap); }   // of lse
-    PieceCall all() const { return {T - s.Tq, s.Tq, 0, T, s.causal}; }
+    PieceCall all() const {
+        return {.q0 = T - s.Tq, .Tq = s.Tq, .k0 = 0, .Tk = T, .causal = s.causal};
+    }
+    PieceCall every_token() const {
+        return {.q0 = 0, .Tq = T, .k0 = 0, .Tk = T, .causal = false};
+    }
     AttentionShape shape(const PieceCall& p) const {
         AttentionShape piece = s;
         piece.B = s.B * copies;
@@ -206,7 +211,7 @@ struct Layout {
     // An input (B, T, NH, HS) goes to its place.
     template <class A, class X>
     void put(int tensor, A* x, const std::vector<X>& values) const {
-        const Heads<A> to = view(tensor, x, {0, T, 0, T, false});
+        const Heads<A> to = view(tensor, x, every_token());
         for (int row = 0; row < s.B * T; row++) std::copy_n(&values[row * C()], C(), to.row(row / T, row % T, 0, 0));
     }
     template <class X, class Y>
@@ -393,7 +398,7 @@ struct Run {
     Buffer<char> scratch{"scratch", kernel.scratch_bytes(s)};
 
     Run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0, int copies = 1)
-        : kernel(kernel), p(p), layout{p.c.shape, p.c.shape.Tk, gap, copies} {
+        : kernel(kernel), p(p), layout{.s = p.c.shape, .gap = gap, .copies = copies} {
         std::vector<X> qkvs(3 * layout.room(), static_cast<X>(NAN)), douts(layout.room(), static_cast<X>(NAN));
         for (int i : {Q, K, V, Dout}) layout.put(i, i == Dout ? douts.data() : qkvs.data(), p.in[i - Q]);
         upload(qkv, qkvs);
@@ -489,7 +494,8 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
     p.naive.emplace();
     for (int i = 0; i < kTensors; i++) {
         const int tokens = i >= Dk ? s.Tk : s.Tq;
-        const PieceCall last = {s.Tk - tokens, tokens, 0, 0, false};
+        const PieceCall last{
+            .q0 = s.Tk - tokens, .Tq = tokens, .k0 = 0, .Tk = 0, .causal = false};
         (*p.naive)[i] = error(Layout{w.c.shape}.take(i == Lse ? Lse : Out, got[i].data(), last), p.ref[i]);
     }
     return *p.naive;
@@ -563,10 +569,11 @@ static std::vector<PieceCall> pieces_of(const AttentionShape& s, std::vector<int
         int k0 = 0;
         for (int cut : k_cuts) {
             if (s.causal && cut > q0) break;
-            pieces.push_back({q0, q1 - q0, k0, cut - k0, false});
+            pieces.push_back({.q0 = q0, .Tq = q1 - q0, .k0 = k0, .Tk = cut - k0, .causal = false});
             k0 = cut;
         }
-        pieces.push_back({q0, q1 - q0, k0, (s.causal ? q1 : s.Tk) - k0, s.causal});
+        const int k_end = s.causal ? q1 : s.Tk;
+        pieces.push_back({.q0 = q0, .Tq = q1 - q0, .k0 = k0, .Tk = k_end - k0, .causal = s.causal});
         q0 = q1;
     }
     return pieces;
@@ -1024,8 +1031,9 @@ struct Calls {
 
     // Of packed tensors, as the trainer's, or with a gap.
     explicit Calls(const AttentionShape& s, int gap = 0) {
-        const Layout layout{s, std::max(s.Tq, s.Tk), gap};
-        const PieceCall piece{layout.T - s.Tq, s.Tq, 0, s.Tk, s.causal};
+        const Layout layout{.s = s, .T = std::max(s.Tq, s.Tk), .gap = gap};
+        PieceCall piece = layout.all();
+        piece.Tk = s.Tk;
         Acc<X>* const lse = address<Acc<X>>(Lse);
         forward = layout.forward<X, Y>(piece, address<X>(Q), address<Y>(Out), lse);
         forward.att = address<X>(Att);
