@@ -452,21 +452,48 @@ constexpr char kName[] = "flash_bf16";
 
 template <class Y>
 void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
-    const ForwardArgs<bf16, Y> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, {}};
+    const ForwardArgs<bf16, Y> args{.p = problem(c), .out = c.out, .lse = c.lse};
     with_head_size(c.s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
-        launch(kName, forward_kernel<HS, Y>, args, ceil_div(c.s.Tq, Tiles::Br), c.s.Tk, HS, kThreads, Tiles::Smem, dev);
+        launch(dev,
+               {.name = kName,
+                .HS = HS,
+                .tiles = ceil_div(c.s.Tq, Tiles::Br),
+                .streamed = c.s.Tk,
+                .threads = kThreads,
+                .smem = Tiles::Smem},
+               forward_kernel<HS, Y>, args);
     });
 }
 template <class Y>
 void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
-    const BackwardArgs<Y> args{problem(c.q, c.k, c.v, c.s),     c.dout, c.out, c.lse,
-                               static_cast<float2*>(c.scratch), c.dq,   c.dk,  c.dv};
+    const BackwardArgs<Y> args{.p = problem(c),
+                               .dout = c.dout,
+                               .out = c.out,
+                               .lse = c.lse,
+                               .lse_D = static_cast<float2*>(c.scratch),
+                               .dq = c.dq,
+                               .dk = c.dk,
+                               .dv = c.dv};
     with_head_size(c.s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;
-        launch(kName, dq_kernel<HS, Y>, args, ceil_div(c.s.Tq, Dq::Br), c.s.Tk, HS, kThreads, Dq::Smem, dev);
-        launch(kName, dkdv_kernel<HS, Y>, args, ceil_div(c.s.Tk, Dkdv::Bc), c.s.Tq, HS, kThreads, Dkdv::Smem, dev);
+        launch(dev,
+               {.name = kName,
+                .HS = HS,
+                .tiles = ceil_div(c.s.Tq, Dq::Br),
+                .streamed = c.s.Tk,
+                .threads = kThreads,
+                .smem = Dq::Smem},
+               dq_kernel<HS, Y>, args);
+        launch(dev,
+               {.name = kName,
+                .HS = HS,
+                .tiles = ceil_div(c.s.Tk, Dkdv::Bc),
+                .streamed = c.s.Tq,
+                .threads = kThreads,
+                .smem = Dkdv::Smem},
+               dkdv_kernel<HS, Y>, args);
     });
 }
 size_t scratch_bytes(const AttentionShape& s) {

@@ -552,22 +552,22 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     if (tiles > INT_MAX / 4)
         throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
     char* at = static_cast<char*>(c.scratch);
-    Args<HS, Y> args{tensor_map("q", c.q, s.B, s.Tq, s.NH, HS, Br),
-                     tensor_map("k", c.k, s.B, s.Tk, s.NH, HS, Bc),
-                     tensor_map("v", c.v, s.B, s.Tk, s.NH, HS, Bc),
-                     tensor_map("dout", c.dout, s.B, s.Tq, s.NH, HS, Br),
-                     tensor_map("dq", c.dq, s.B, s.Tq, s.NH, HS, 64),
-                     tensor_map("dk", c.dk, s.B, s.Tk, s.NH, HS, Bc),
-                     tensor_map("dv", c.dv, s.B, s.Tk, s.NH, HS, Bc),
-                     c.dk,
-                     c.dv,
-                     order,
-                     s.resolved_scale(),
-                     s.scale_log2(),
-                     reinterpret_cast<float*>(at),
-                     reinterpret_cast<float*>(at + scratch.dq_sum),
-                     reinterpret_cast<int*>(at + scratch.turn),
-                     reinterpret_cast<int*>(at + scratch.ticket)};
+    Args<HS, Y> args{.q = tensor_map("q", c.q, s.B, s.Tq, s.NH, HS, Br),
+                     .k = tensor_map("k", c.k, s.B, s.Tk, s.NH, HS, Bc),
+                     .v = tensor_map("v", c.v, s.B, s.Tk, s.NH, HS, Bc),
+                     .dout = tensor_map("dout", c.dout, s.B, s.Tq, s.NH, HS, Br),
+                     .dq = tensor_map("dq", c.dq, s.B, s.Tq, s.NH, HS, 64),
+                     .dk = tensor_map("dk", c.dk, s.B, s.Tk, s.NH, HS, Bc),
+                     .dv = tensor_map("dv", c.dv, s.B, s.Tk, s.NH, HS, Bc),
+                     .dk_rows = c.dk,
+                     .dv_rows = c.dv,
+                     .order = order,
+                     .scale = s.resolved_scale(),
+                     .scale_log2 = s.scale_log2(),
+                     .lse_D = reinterpret_cast<float*>(at),
+                     .dq_sum = reinterpret_cast<float*>(at + scratch.dq_sum),
+                     .turns = reinterpret_cast<int*>(at + scratch.turn),
+                     .ticket = reinterpret_cast<int*>(at + scratch.ticket)};
     prepare_kernel<HS, Y>
         <<<static_cast<unsigned>(heads * order.q_tiles), 1024, 0, dev.stream>>>(c.dout, c.out, c.lse, args);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
@@ -576,8 +576,13 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
-    const cudaLaunchConfig_t config{
-        dim3(std::min<size_t>(heads * order.k_tiles, dev.num_sms)), kThreads, Tiles<HS>::Smem, dev.stream, &overlap, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(std::min<size_t>(heads * order.k_tiles, dev.num_sms));
+    config.blockDim = kThreads;
+    config.dynamicSmemBytes = Tiles<HS>::Smem;
+    config.stream = dev.stream;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 

@@ -586,23 +586,53 @@ void check_size(const Call& c) {
 }
 void forward(const Cuda& dev, const AttentionForward<float>& c) {
     check_size(c);
-    const ForwardArgs<float, float> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, c.lse_rest};
+    const ForwardArgs<float, float> args{
+        .p = problem(c), .out = c.out, .lse = c.lse, .lse_rest = c.lse_rest};
     with_head_size(c.s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
-        launch(kName, forward_kernel<HS>, args, ceil_div(c.s.Tq, Tiles::Br), c.s.Tk, HS, kThreads, Tiles::Smem, dev);
+        launch(dev,
+               {.name = kName,
+                .HS = HS,
+                .tiles = ceil_div(c.s.Tq, Tiles::Br),
+                .streamed = c.s.Tk,
+                .threads = kThreads,
+                .smem = Tiles::Smem},
+               forward_kernel<HS>, args);
     });
 }
 void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     check_size(c);
     float2* lse_D = static_cast<float2*>(c.scratch);
     float* factors = reinterpret_cast<float*>(lse_D + c.s.rows());
-    const BackwardArgs args{
-        problem(c.q, c.k, c.v, c.s), c.dout, c.out, c.lse, c.lse_rest, lse_D, factors, c.dq, c.dk, c.dv};
+    const BackwardArgs args{.p = problem(c),
+                            .dout = c.dout,
+                            .out = c.out,
+                            .lse = c.lse,
+                            .lse_rest = c.lse_rest,
+                            .lse_D = lse_D,
+                            .factors = factors,
+                            .dq = c.dq,
+                            .dk = c.dk,
+                            .dv = c.dv};
     with_head_size(c.s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;
-        launch(kName, dq_kernel<HS>, args, ceil_div(c.s.Tq, Dq::Br), c.s.Tk, HS, kThreads, Dq::Smem, dev);
-        launch(kName, dkdv_kernel<HS>, args, ceil_div(c.s.Tk, Dkdv::Bc), c.s.Tq, HS, kThreads, Dkdv::Smem, dev);
+        launch(dev,
+               {.name = kName,
+                .HS = HS,
+                .tiles = ceil_div(c.s.Tq, Dq::Br),
+                .streamed = c.s.Tk,
+                .threads = kThreads,
+                .smem = Dq::Smem},
+               dq_kernel<HS>, args);
+        launch(dev,
+               {.name = kName,
+                .HS = HS,
+                .tiles = ceil_div(c.s.Tk, Dkdv::Bc),
+                .streamed = c.s.Tq,
+                .threads = kThreads,
+                .smem = Dkdv::Smem},
+               dkdv_kernel<HS>, args);
     });
 }
 size_t scratch_bytes(const AttentionShape& s) {

@@ -92,7 +92,8 @@ template <class X, class Y>
 struct ForwardArgs {
     Problem<X> p;
     Heads<Y> out;
-    Stats<float> lse, lse_rest;
+    Stats<float> lse;
+    Stats<float> lse_rest = {};
 };
 
 struct Work {
@@ -116,28 +117,44 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
     return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
 }
 
-template <class X>
-Problem<X> problem(const Heads<const X>& q, const Heads<const X>& k, const Heads<const X>& v, const AttentionShape& s) {
+// Of a call of either direction. launch() adds the tiles.
+template <template <class, class> class Call, class X, class Y>
+Problem<X> problem(const Call<X, Y>& c) {
     Problem<X> p{};
-    p.q = q, p.k = k, p.v = v;
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
-    p.shift = s.shift(), p.scale = s.resolved_scale(), p.scale_log2 = s.scale_log2();
+    p.q = c.q;
+    p.k = c.k;
+    p.v = c.v;
+    p.NH = c.s.NH;
+    p.Tq = c.s.Tq;
+    p.Tk = c.s.Tk;
+    p.heads = c.s.B * c.s.NH;
+    p.shift = c.s.shift();
+    p.scale = c.s.resolved_scale();
+    p.scale_log2 = c.s.scale_log2();
     return p;
 }
 
-// Launches one block for each of `tiles` tiles of each head. A head streams `T` rows of two tensors (K and V, or Q and
-// dO). A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
+// A head has `tiles` blocks. Past each stream `streamed` rows of two tensors, K and V or Q and dO.
+struct Launch {
+    const char* name;
+    int HS;
+    int tiles;
+    int streamed;
+    int threads;
+    int smem;  // bytes
+};
+// A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
 template <class Args>
-void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem,
-            const Cuda& dev) {
+void launch(const Cuda& dev, const Launch& l, void (*kernel)(Args), Args args) {
     constexpr size_t kGroupBytes = 32 << 20;
-    const size_t head_bytes = 2 * sizeof(*args.p.q.ptr) * T * HS;
-    args.p.tiles = tiles;
+    const size_t head_bytes = 2 * sizeof(*args.p.q.ptr) * l.streamed * l.HS;
+    args.p.tiles = l.tiles;
     args.p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / head_bytes, 1, args.p.heads));
-    const size_t blocks = static_cast<size_t>(tiles) * args.p.heads;
+    const size_t blocks = static_cast<size_t>(l.tiles) * args.p.heads;
     if (blocks > INT_MAX)
-        throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", name, blocks, INT_MAX));
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
-    LAUNCH_CHECK(name);
+        throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch",
+                           l.name, blocks, INT_MAX));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, l.smem));
+    kernel<<<static_cast<unsigned>(blocks), l.threads, l.smem, dev.stream>>>(args);
+    LAUNCH_CHECK(l.name);
 }

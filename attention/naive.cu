@@ -111,26 +111,46 @@ constexpr char kName[] = "naive";
 template <class X>
 struct Matrices {
     const X* ptr;
-    size_t batch, head;
-    int ld, rows, cols;
+    size_t batch;
+    size_t head;
+    int ld;
+    int rows;
+    int cols;
     cublasOperation_t op = CUBLAS_OP_N;  // what a product does with it first
     void** list = nullptr;               // where each begins, as cuBLAS wants to know
-    Matrices transposed() const { return {ptr, batch, head, ld, rows, cols, CUBLAS_OP_T, list}; }
+    Matrices transposed() const {
+        Matrices t = *this;
+        t.op = CUBLAS_OP_T;
+        return t;
+    }
 };
 template <class X>
-auto tokens(const Heads<X>& x, int T, int HS) {
-    return Matrices<std::remove_const_t<X>>{x.ptr, x.batch, size_t(HS), static_cast<int>(x.token), T, HS};
+auto tokens(const Heads<X>& x, const HeadsShape& s) {
+    return Matrices<std::remove_const_t<X>>{.ptr = x.ptr,
+                                            .batch = x.batch,
+                                            .head = size_t(s.HS),
+                                            .ld = static_cast<int>(x.token),
+                                            .rows = s.T,
+                                            .cols = s.HS};
 }
 template <class X>
 Matrices<X> squares(const X* att, const AttentionShape& s) {  // (B, NH, Tq, Tk), rows padded to 16 bytes
     const int ld = row_length<X>(s.Tk);
-    return {att, size_t(s.NH) * s.Tq * ld, size_t(s.Tq) * ld, ld, s.Tq, s.Tk};
+    const size_t square = size_t(s.Tq) * ld;
+    return {.ptr = att,
+            .batch = s.NH * square,
+            .head = square,
+            .ld = ld,
+            .rows = s.Tq,
+            .cols = s.Tk};
 }
 
-// What att holds, and backward's scratch: squares, and behind them the lists of a pass, which are nine in backward.
+// What att holds, and backward's scratch: squares, and behind them the lists of a pass.
+constexpr int kMostLists = 9;  // in backward
 template <class X>
 size_t bytes(const AttentionShape& s) {
-    return s.B * squares<X>(nullptr, s).batch * sizeof(X) + 9 * size_t(s.B) * s.NH * sizeof(void*);
+    const size_t heads = size_t(s.B) * s.NH;
+    return s.B * squares<X>(nullptr, s).batch * sizeof(X) + kMostLists * heads * sizeof(void*);
 }
 
 template <class... M>
@@ -141,6 +161,7 @@ __global__ void list_kernel(int heads, int NH, M... of) {
 // Makes the lists of a pass's matrices, all in one launch, behind the squares in att or scratch.
 template <class X, class... M>
 void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& squares, M&... of) {
+    static_assert(sizeof...(M) <= kMostLists);
     const int heads = s.B * s.NH;
     void** list = (void**)(squares.ptr + s.B * squares.batch);
     ((of.list = list, list += heads), ...);
@@ -174,8 +195,11 @@ void launch(const Cuda& dev, const AttentionShape& s, Kernel* of_warps, Kernel* 
 template <class X>
 void forward(const Cuda& dev, const AttentionForward<X>& c) {
     const AttentionShape& s = c.s;
-    auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
-    auto out = tokens(c.out, s.Tq, s.HS), att = squares(c.att, s);
+    auto q = tokens(c.q, s.queries());
+    auto k = tokens(c.k, s.keys());
+    auto v = tokens(c.v, s.keys());
+    auto out = tokens(c.out, s.queries());
+    auto att = squares(c.att, s);
     make_lists(dev, s, att, q, k, v, out, att);
     // [quote]
     multiply(dev, s, att, s.resolved_scale(), q, k.transposed());  // S, which becomes P
@@ -188,9 +212,15 @@ template <class X>
 void backward(const Cuda& dev, const AttentionBackward<X>& c) {
     const AttentionShape& s = c.s;
     X* dp = static_cast<X*>(c.scratch);  // becomes dS
-    auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
-    auto dq = tokens(c.dq, s.Tq, s.HS), dk = tokens(c.dk, s.Tk, s.HS), dv = tokens(c.dv, s.Tk, s.HS);
-    auto dout = tokens(c.dout, s.Tq, s.HS), att = squares(c.att, s), datt = squares(dp, s);
+    auto q = tokens(c.q, s.queries());
+    auto k = tokens(c.k, s.keys());
+    auto v = tokens(c.v, s.keys());
+    auto dq = tokens(c.dq, s.queries());
+    auto dk = tokens(c.dk, s.keys());
+    auto dv = tokens(c.dv, s.keys());
+    auto dout = tokens(c.dout, s.queries());
+    auto att = squares(c.att, s);
+    auto datt = squares(dp, s);
     make_lists(dev, s, datt, q, k, v, dq, dk, dv, dout, att, datt);
 
     multiply(dev, s, dv, 1.f, att.transposed(), dout);

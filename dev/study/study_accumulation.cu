@@ -235,8 +235,15 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2) mma_kernel(cons
 
 template <int F>
 void forward(const Cuda& dev, const AttentionForward<__half>& c) {
-    launch("mma_kernel", mma_kernel<F>, Args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, {}}, ceil_div(c.s.Tq, Br),
-           c.s.Tq, HS, kBlock, kSmem, dev);
+    const Args args{.p = problem(c), .out = c.out, .lse = c.lse};
+    launch(dev,
+           {.name = "mma_kernel",
+            .HS = HS,
+            .tiles = ceil_div(c.s.Tq, Br),
+            .streamed = c.s.Tq,
+            .threads = kBlock,
+            .smem = kSmem},
+           mma_kernel<F>, args);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
