@@ -47,25 +47,27 @@ struct Parameters {
 
     static TensorList list(const Config& c) {
         using S = Parameters;
-        const size_t C = c.C, CC = C * C;
+        const size_t C = c.C;
+        const size_t Vp = c.Vp;
+        const size_t max_T = c.max_T;
         const int L = c.L;
         TensorList t;
-        t.once("wte", &S::wte, c.Vp * C, kMatrix);           // (Vp, C)
-        t.once("wpe", &S::wpe, c.max_T * C, kTable);         // (max_T, C)
-        t.each("ln1w", &S::ln1w, C, L);                      // (C)
-        t.each("ln1b", &S::ln1b, C, L);                      // (C)
-        t.each("qkvw", &S::qkvw, 3 * CC, L, kMatrix);        // (3C, C)
-        t.each("qkvb", &S::qkvb, 3 * C, L);                  // (3C)
-        t.each("attprojw", &S::attprojw, CC, L, kMatrix);    // (C, C)
-        t.each("attprojb", &S::attprojb, C, L);              // (C)
-        t.each("ln2w", &S::ln2w, C, L);                      // (C)
-        t.each("ln2b", &S::ln2b, C, L);                      // (C)
-        t.each("fcw", &S::fcw, 4 * CC, L, kMatrix);          // (4C, C)
-        t.each("fcb", &S::fcb, 4 * C, L);                    // (4C)
-        t.each("fcprojw", &S::fcprojw, 4 * CC, L, kMatrix);  // (C, 4C)
-        t.each("fcprojb", &S::fcprojb, C, L);                // (C)
-        t.once("lnfw", &S::lnfw, C);                         // (C)
-        t.once("lnfb", &S::lnfb, C);                         // (C)
+        t.once("wte", &S::wte, {Vp, C}, kMatrix);
+        t.once("wpe", &S::wpe, {max_T, C}, kTable);
+        t.each("ln1w", &S::ln1w, C, L);
+        t.each("ln1b", &S::ln1b, C, L);
+        t.each("qkvw", &S::qkvw, {3 * C, C}, L, kMatrix);
+        t.each("qkvb", &S::qkvb, 3 * C, L);
+        t.each("attprojw", &S::attprojw, {C, C}, L, kMatrix);
+        t.each("attprojb", &S::attprojb, C, L);
+        t.each("ln2w", &S::ln2w, C, L);
+        t.each("ln2b", &S::ln2b, C, L);
+        t.each("fcw", &S::fcw, {4 * C, C}, L, kMatrix);
+        t.each("fcb", &S::fcb, 4 * C, L);
+        t.each("fcprojw", &S::fcprojw, {C, 4 * C}, L, kMatrix);
+        t.each("fcprojb", &S::fcprojb, C, L);
+        t.once("lnfw", &S::lnfw, C);
+        t.once("lnfb", &S::lnfb, C);
         return t;
     }
 };
@@ -108,6 +110,17 @@ struct Activations {
 // =====================================================================================================================
 // The model
 
+// How a model is used.
+struct ModelSettings {
+    Attention attention = Attention::flash;
+    int B;
+    int T;                  // this rank's tokens of a sequence
+    int micro_steps = 1;    // this rank's, in a step
+    bool training = false;  // adds gradients, optimizer state and what backward needs
+    int recompute = 0;      // 1: forward does not keep the activation's outputs; 2: nor the layer norms'
+    bool cache = false;     // of keys and values: without training only a model with a cache can generate
+};
+
 template <class Device, class Storage>
 struct GPT2 {
     using Dev = Device;
@@ -117,10 +130,13 @@ struct GPT2 {
 
     const Dev& dev;
     const Config config;
-    const Attention attention;
-    const int B, T, micro_steps;  // T: this rank's tokens of a sequence
-    const bool training;
-    const int recompute;
+    const ModelSettings settings;
+    const Attention attention = settings.attention;
+    const int B = settings.B;
+    const int T = settings.T;
+    const int micro_steps = settings.micro_steps;
+    const bool training = settings.training;
+    const int recompute = settings.recompute;
     const Ranks<Dev> ranks;
     const size_t num_parameters = config.num_parameters();
     Sizes sizes;
@@ -285,7 +301,7 @@ struct GPT2 {
             if (end > begin) dev.zero(grads.base + begin, end - begin);
         };
         for (size_t i = 0; i < grads.tensors.size(); i++) {
-            if (!grads.tensors[i].matmul) continue;
+            if (!grads.tensors[i].is_matrix()) continue;
             clear_until(grads.offsets[i]);
             begin = grads.offsets[i] + grads.tensors[i].elements() * sizeof(A);
         }
@@ -337,22 +353,10 @@ struct GPT2 {
     A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
     // -----------------------------------------------------------------------------------------------------------------
-    // Making a model. The constructor makes only the tables, and allocate() makes them memory. training adds gradients,
-    // optimizer state and what backward needs. At recompute 1 forward does not keep act, at 2 nor the layer norms'
-    // outputs, and backward computes them again. micro_steps is this rank's number. Without training only a model with
-    // a cache can generate.
+    // Making a model. The constructor makes only the tables, and allocate() makes them memory.
 
-    GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
-         int recompute = 0, const Ranks<Dev>& ranks = {}, bool cache = false)
-        : dev(dev),
-          config(config),
-          attention(attention),
-          B(B),
-          T(T),
-          micro_steps(micro_steps),
-          training(training),
-          recompute(recompute),
-          ranks(ranks) {
+    GPT2(const Dev& dev, const Config& config, const ModelSettings& settings, const Ranks<Dev>& ranks = {})
+        : dev(dev), config(config), settings(settings), ranks(ranks) {
         if (sequence() > config.max_T)
             throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
                                config.max_T));
@@ -365,7 +369,7 @@ struct GPT2 {
                 attention);
 
         sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.Vp = config.Vp;
-        sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;
+        sizes.training = training, sizes.cache = settings.cache, sizes.recompute = recompute;
         sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
         sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
         sizes.chunk = classifier_chunk(N);
@@ -384,13 +388,13 @@ struct GPT2 {
         params = Arena("parameters", Parameters<X>::list(config), 1);
         if (training) {
             TensorList list = Parameters<A>::list(config);
-            list.push_back({"loss", dtype_of<A>(), kGate});
+            list.push_back({.name = "loss", .dtype = dtype_of<A>(), .rows = 1, .cols = kGate});
             grads = Arena("gradients", list, 1);
             adam = Arena("optimizer", Optimizer<X>::list(sizes), 16);
         }
         acts = Arena("activations", Activations<X>::list(sizes));
         buffers = Arena("buffers", Buffers<X>::list(sizes));
-        if (ring) ring_memory = Arena("ring", {{"ring", DType::i32, ring->bytes() / 4}});
+        if (ring) ring_memory = Arena("ring", {{.name = "ring", .dtype = DType::i32, .rows = 1, .cols = ring->bytes() / 4}});
     }
     ~GPT2() {
         for (Arena* a : arenas()) dev.free(a->base);
@@ -443,7 +447,7 @@ void train_step(Run<Model>& run) {
     model.upload(run.batches.current(), model.micro_steps);
     model.train_micro_batches();
     run.prepare_next_batches();  // while the GPU works
-    model.update(run.hyper());
+    model.update(run.o.adamw(run.step));
     run.end_step();  // reads the loss, prints and logs it
 }
 
@@ -477,7 +481,14 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     ranks.sharded = o.zero > 0 && ranks.size > 1, ranks.overlap = o.overlap > 0;
     // The model's tables come first, so that an impossible request is refused before data is touched.
     const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
-    GPT2<Dev, X> model(dev, config, o.kernel(), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
+    GPT2<Dev, X> model(dev, config,
+                       {.attention = o.kernel(),
+                        .B = o.B,
+                        .T = o.T / ranks.context,
+                        .micro_steps = micro_steps,
+                        .training = true,
+                        .recompute = o.recompute},
+                       ranks);
     if (o.memory) return print_memory_table(model), 0;
     std::unique_ptr<OutputDir> output;
     if (!o.output_dir.empty() && ranks.rank == 0) output = prepare_output_dir(o);

@@ -7,15 +7,27 @@
 // What a parameter is to the optimizer. A table and a matrix decay, and a matrix is a matmul's weight.
 enum Weight { kVector, kTable, kMatrix };
 
+// (rows, cols), or a vector of n elements.
+struct Extent {
+    size_t rows;
+    size_t cols;
+    Extent(size_t rows, size_t cols) : rows(rows), cols(cols) {}
+    Extent(size_t n) : rows(1), cols(n) {}
+};
+
 struct TensorSpec {
     const char* name;
     DType dtype;
-    size_t size;     // elements, of one layer if there are several
+    size_t rows;     // of one layer, if there are several
+    size_t cols;
     int layers = 0;  // 0 for a tensor that is not per layer, kShared if every layer overwrites the last one's
     static constexpr int kShared = -1;
-    bool decay = false;
-    bool matmul = false;  // a matmul's weight
+    Weight weight = kVector;
     static constexpr size_t kNoPointer = ~size_t(0);
     size_t pointer = kNoPointer;  // where its pointer is in the struct, in bytes
-    size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
+
+    size_t size() const { return rows * cols; }  // elements of one layer
+    size_t elements() const { return size() * static_cast<size_t>(std::max(layers, 1)); }
+    bool decays() const { return weight != kVector; }
+    bool is_matrix() const { return weight == kMatrix; }
 };

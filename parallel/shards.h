@@ -16,7 +16,7 @@ inline bool can_shard(int C, int ranks) {
 
 // With --overlap the gradients of matmul weights are summed as soon as backward has finished a layer.
 inline bool summed_by_layer(const TensorSpec& tensor, bool overlap) {
-    return overlap && tensor.matmul && tensor.layers > 0;
+    return overlap && tensor.is_matrix() && tensor.layers > 0;
 }
 
 // A rank's share of these tensors, a range for each. With one rank that is everything.
@@ -33,7 +33,7 @@ std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int ranks, bo
         const size_t begin = tensor_begin + rank % ranks * size;
         share.push_back({.begin = begin,
                          .size = size,
-                         .decay = t.decay,
+                         .decay = t.decays(),
                          .pieces = pieces,
                          .stride = stride,
                          .skipped = begin - state_begin});

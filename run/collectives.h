@@ -36,7 +36,7 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
             if (m.ranks.sharded)
                 comm.reduce_scatter(m.workspace().share + own[i].state(l), g, own[i].size);
             else
-                comm.all_reduce(g, layer == kNoLayer ? t.elements() : t.size);
+                comm.all_reduce(g, layer == kNoLayer ? t.elements() : t.size());
         }
     });
 }

@@ -18,7 +18,7 @@
 template <class Model, class Config, class Ranks>
 int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file, const Ranks& ranks) {
     resolve_sizes(o, config.max_T, config.C, std::string(Model::Dev::kind) == "cpu", ranks.size);
-    Model model(dev, config, o.kernel(), o.B, o.T / ranks.context, 1, false, 0, ranks);
+    Model model(dev, config, {.attention = o.kernel(), .B = o.B, .T = o.T / ranks.context}, ranks);
     std::vector<Choice> choices;
     if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, config.V, o.T);
     std::unique_ptr<Loader> val;
@@ -55,7 +55,7 @@ template <class Model, class Config>
 int run_generate(const typename Model::Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
     const Tokenizer tokenizer(o.tokenizer);
-    Model model(dev, config, o.kernel(), 1, T, 1, false, 0, {}, true);
+    Model model(dev, config, {.attention = o.kernel(), .B = 1, .T = T, .cache = true});
     if (o.memory) return print_memory_table(model), 0;
     const std::vector<int> context = start_of_text(tokenizer, o.prompt, config.V);
     allocate_or_explain(model);

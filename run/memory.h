@@ -48,10 +48,11 @@ template <class Model>
 void allocate_or_explain(Model& model) {
     const size_t free_bytes = model.dev.free_bytes();
     if (model.total_bytes() <= free_bytes) return model.allocate();
-    auto bytes_with = [&](int b) {
-        return Model(model.dev, model.config, model.attention, b, model.T, 1, model.training, model.recompute,
-                     model.ranks)
-            .total_bytes();
+    const auto bytes_with = [&](int b) {
+        auto settings = model.settings;
+        settings.B = b;
+        settings.micro_steps = 1;
+        return Model(model.dev, model.config, settings, model.ranks).total_bytes();
     };
     int b = model.B - 1;
     while (b > 0 && bytes_with(b) > free_bytes) b--;

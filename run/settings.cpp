@@ -114,6 +114,17 @@ double Options::learning_rate(int step) const {
     return lr * (final_lr + (1 - final_lr) * factor);
 }
 
+AdamW Options::adamw(int step) const {
+    return {.lr = static_cast<float>(learning_rate(step)),
+            .beta1 = 0.9f,
+            .beta2 = beta2,
+            .eps = 1e-8f,
+            .weight_decay = weight_decay,
+            .max_norm = max_norm,
+            .step = step + 1,
+            .seed = uint64_t(seed)};
+}
+
 // -------------------------------------------------------------------------------------------------
 // Modes
 

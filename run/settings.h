@@ -34,6 +34,7 @@ struct Options {
     // --timeout is for ordinary steps. The first one makes plans and connections, and before it data is read.
     double first_timeout() const { return timeout < 300 ? 300 : timeout; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
+    AdamW adamw(int step) const;           // of the same step
 };
 
 // "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a

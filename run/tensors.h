@@ -15,14 +15,20 @@
 struct TensorList : std::vector<TensorSpec> {
     using std::vector<TensorSpec>::vector;
     template <class S, class P>
-    void each(const char* name, P* S::*member, size_t size, int layers, Weight weight = kVector) {
+    void each(const char* name, P* S::*member, const Extent& extent, int layers, Weight weight = kVector) {
         const S s{};
         const size_t pointer = reinterpret_cast<const char*>(&(s.*member)) - reinterpret_cast<const char*>(&s);
-        push_back({name, type_of<P>(), size, layers, weight != kVector, weight == kMatrix, pointer});
+        push_back({.name = name,
+                   .dtype = type_of<P>(),
+                   .rows = extent.rows,
+                   .cols = extent.cols,
+                   .layers = layers,
+                   .weight = weight,
+                   .pointer = pointer});
     }
     template <class S, class P>
-    void once(const char* name, P* S::*member, size_t size, Weight weight = kVector) {
-        each(name, member, size, 0, weight);
+    void once(const char* name, P* S::*member, const Extent& extent, Weight weight = kVector) {
+        each(name, member, extent, 0, weight);
     }
 
   private:
@@ -54,7 +60,7 @@ struct Arena {
     void* at(size_t i, int l = 0) const {
         const TensorSpec& t = tensors[i];
         if (t.elements() == 0) return nullptr;
-        return base + offsets[i] + (t.layers > 0 ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
+        return base + offsets[i] + (t.layers > 0 ? static_cast<size_t>(l) * t.size() * size_of(t.dtype) : 0);
     }
     // Pointers to layer l's tensors. Without tensors, as in a model that only generates, all are null.
     template <class S>

@@ -166,17 +166,6 @@ struct Run {
         stop.send();
     }
 
-    AdamW hyper() const {
-        return {.lr = static_cast<float>(o.learning_rate(step)),
-                .beta1 = 0.9f,
-                .beta2 = o.beta2,
-                .eps = 1e-8f,
-                .weight_decay = o.weight_decay,
-                .max_norm = o.max_norm,
-                .step = step + 1,
-                .seed = uint64_t(o.seed)};
-    }
-
     // Reads the loss and the gradient's norm, prints and logs them. Throws if one is not finite.
     void end_step() {
         const Statistics statistics = model.statistics().download(dev);

@@ -67,7 +67,7 @@ void init_random(Model& model, uint64_t seed) {
         const std::string name = t.name;
         const bool projection = name == "attprojw" || name == "fcprojw";
         const bool norm_weight = name[0] == 'l' && name.back() == 'w';
-        const double sigma = !t.decay ? 0 : projection ? 0.02 / std::sqrt(2.0 * config.L) : 0.02;
+        const double sigma = !t.decays() ? 0 : projection ? 0.02 / std::sqrt(2.0 * config.L) : 0.02;
         const double mean = norm_weight ? 1 : 0;
         const size_t used = name == "wte" ? size_t(config.V) * config.C : t.elements();
         const auto fill = [&](auto* x, size_t first, size_t n) {

@@ -192,7 +192,9 @@ struct Trainer {
     float stats[2];
 
     Trainer(const Dev& dev, const Bench& o, const Config& config, int B, int T)
-        : dev(dev), model(dev, config, Attention{o.attention}, B, T, 1, true, o.recompute) {
+        : dev(dev),
+          model(dev, config,
+                {.attention = {o.attention}, .B = B, .T = T, .training = true, .recompute = o.recompute}) {
         allocate_or_explain(model);
         init_random(model, 1);
         const size_t n = size_t(B) * T;
@@ -206,7 +208,14 @@ struct Trainer {
     float train() {  // the loss
         model.upload(pinned, 1);
         model.train_micro_batches();
-        model.update({3e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, ++step, 1});
+        model.update({.lr = 3e-4f,
+                      .beta1 = 0.9f,
+                      .beta2 = 0.95f,
+                      .eps = 1e-8f,
+                      .weight_decay = 0.1f,
+                      .max_norm = 1.f,
+                      .step = ++step,
+                      .seed = 1});
         dev.download(stats, model.statistics().losses(), sizeof stats);
         return stats[0];
     }
@@ -300,7 +309,7 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
 // Milliseconds that a generated token takes: the best of 20, at several positions of a text.
 template <class X>
 void generation(const Cuda& dev, const Bench& o, const Config& config) {
-    GPT2<Cuda, X> model(dev, config, Attention{o.attention}, 1, config.max_T, 1, false, 0, {}, true);
+    GPT2<Cuda, X> model(dev, config, {.attention = {o.attention}, .B = 1, .T = config.max_T, .cache = true});
     model.allocate();
     init_random(model, 1);
     std::printf("%s, one text\n%-5s %-5s %-6s %8s %12s\n", dev.name.c_str(), "model", "dtype", "att", "position",

@@ -73,9 +73,8 @@ double loss_and_gradient(GPT2<Dev, X>& model) {
 const Cpu cpu;
 template <class X>
 struct Ready : GPT2<Cpu, X> {
-    Ready(const Config& config, int B, int T, int micro_steps = 1, bool training = true, int recompute = 0,
-          const Ranks<Cpu>& ranks = {}, bool cache = false)
-        : GPT2<Cpu, X>(cpu, config, Attention::flash, B, T, micro_steps, training, recompute, ranks, cache) {
+    Ready(const Config& config, const ModelSettings& settings, const Ranks<Cpu>& ranks = {})
+        : GPT2<Cpu, X>(cpu, config, settings, ranks) {
         this->allocate();
         init_random(*this, 3);
     }
@@ -98,7 +97,7 @@ std::vector<char> state_of(const Model& model) {
 template <class X>
 auto train(const Cuda& dev, const Config& config, Attention attention, int T, int steps, const std::vector<int>& stream,
            double lr) {
-    GPT2<Cuda, X> model(dev, config, attention, 4, T, 1, true);
+    GPT2<Cuda, X> model(dev, config, {.attention = attention, .B = 4, .T = T, .training = true});
     model.allocate();
     init_random(model, 42);
     std::vector<double> losses;
@@ -122,8 +121,10 @@ Cuda& gpu(bool tf32 = true) {
 // tokens. bound is the relative L2 error per tensor.
 template <class X>
 void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound, int recompute = 0) {
-    GPT2<Cpu, double> reference(cpu, kSmall, attention, B, T, 2, true);
-    GPT2<Cuda, X> model(dev, kSmall, attention, B, T, 2, true, recompute);
+    ModelSettings settings = {.attention = attention, .B = B, .T = T, .micro_steps = 2, .training = true};
+    GPT2<Cpu, double> reference(cpu, kSmall, settings);
+    settings.recompute = recompute;
+    GPT2<Cuda, X> model(dev, kSmall, settings);
     reference.allocate(), model.allocate();
     init_random(model, 7);
     const std::vector<X> weights = download<X>(model, model.params.base, model.num_parameters);
@@ -214,7 +215,7 @@ TEST(shares_of_the_optimizer_are_packed) {
             if (!can_shard(config.C, ranks)) continue;
             Ranks<Cpu> of;
             of.size = ranks, of.sharded = true;
-            const GPT2<Cpu, float> model(Cpu(1), config, Attention::flash, 1, 64, 1, true, 0, of);
+            const GPT2<Cpu, float> model(Cpu(1), config, {.B = 1, .T = 64, .training = true}, of);
             const size_t own = model.num_parameters / ranks * sizeof(float);
             CHECK(model.adam.offsets == (std::vector<size_t>{0, own, 2 * own}) && model.adam.bytes == 2 * own);
         }
@@ -228,7 +229,8 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
     constexpr int kMicroSteps = 63;
     const std::vector<int> stream = make_tokens(kMicroSteps * 20 + 1, kSmall.V, 3);
     const auto state_after_a_step = [&](bool sharded) {
-        Ready<float> model(kSmall, 1, 20, kMicroSteps, true, 0, sharded ? ranks : Ranks<Cpu>{});
+        Ready<float> model(kSmall, {.B = 1, .T = 20, .micro_steps = kMicroSteps, .training = true},
+                           sharded ? ranks : Ranks<Cpu>{});
         poison(cpu, model.buffers);
         upload_batches(model, stream, 0);
         for (int i = 0; i < kMicroSteps; i++) model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
@@ -718,7 +720,7 @@ TEST(recompute_does_not_change_gradients) {
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
     std::vector<char> kept;
     for (int level : {0, 1, 2}) {
-        Ready<double> model(kSmall, B, T, 2, true, level);
+        Ready<double> model(kSmall, {.B = B, .T = T, .micro_steps = 2, .training = true, .recompute = level});
         poison(cpu, model.acts);
         upload_batches(model, stream, 0);
         loss_and_gradient(model);
@@ -730,7 +732,7 @@ TEST(recompute_does_not_change_gradients) {
 
 TEST(reference_model_gradient_by_finite_differences) {
     const Config config = {9, 30, 32, 2, 2, 8};
-    Ready<double> model(config, 2, 9);
+    Ready<double> model(config, {.B = 2, .T = 9, .training = true});
     model.sizes.chunk = 11;  // the classifier gets a whole chunk and a smaller one
     double* w = model.weights().wte;
     for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.2 * normal(11, i);  // away from the symmetric start
@@ -748,8 +750,8 @@ TEST(reference_model_gradient_by_finite_differences) {
 
 TEST(logits_are_2_GiB_at_most) {
     const auto rows = [](int Vp) {
-        const GPT2<Cpu, double> model(cpu, {160, Vp, Vp, 1, 1, 8}, Attention::flash, 4, 160, 1, true);
-        CHECK(model.buffers.tensors[0].size == model.sizes.chunk * Vp);
+        const GPT2<Cpu, double> model(cpu, {160, Vp, Vp, 1, 1, 8}, {.B = 4, .T = 160, .training = true});
+        CHECK(model.buffers.tensors[0].size() == model.sizes.chunk * Vp);
         return model.sizes.chunk;
     };
     CHECK(rows(1 << 18) == 640 && rows((1 << 18) + 128) == 512);
@@ -778,14 +780,16 @@ void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says)
     CHECK_ERROR(check_parameters(model, "it", ""), std::string("it: not finite: ") + says);
 }
 TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
-    Ready<float> model({16, 30, 32, 3, 2, 8}, 2, 16, 2);
+    Ready<float> model({16, 30, 32, 3, 2, 8}, {.B = 2, .T = 16, .micro_steps = 2, .training = true});
     check_nothing_is_updated(model, model.weights(1).ln2w + 3, "ln2w (1 of 24");
 }
 
 // On a machine with exactly as much memory as some batch takes, that batch fits, and no larger one.
 TEST(out_of_memory_says_what_fits) {
     Cpu small(1);
-    const auto with_batch = [&](int B) { return GPT2<Cpu, float>(small, kSmall, Attention::flash, B, 80, 1, true); };
+    const auto with_batch = [&](int B) {
+        return GPT2<Cpu, float>(small, kSmall, {.B = B, .T = 80, .training = true});
+    };
     const size_t three = with_batch(3).total_bytes(), one = with_batch(1).total_bytes();
     for (const auto& [memory, says] : {std::pair{three, "-b 3 would fit"},
                                        {three - 1, "-b 2 would fit"},
@@ -806,7 +810,7 @@ void check_memory_is_linear_in_T(const Dev& dev) {
     Config config = preset("d12");
     config.max_T = 1 << 20;
     const auto bytes = [&](int T) {
-        const GPT2<Dev, X> model(dev, config, Attention::flash, 1, T, 1, true);
+        const GPT2<Dev, X> model(dev, config, {.B = 1, .T = T, .training = true});
         return static_cast<double>(model.acts.bytes + model.buffers.bytes);
     };
     CHECK_NEAR((bytes(262144) - bytes(131072)) / (bytes(131072) - bytes(65536)), 2.0, 0.02);
@@ -817,7 +821,7 @@ TEST(flash_memory_is_linear_in_T) {
 }
 
 TEST(arenas_are_what_is_allocated) {
-    Ready<float> model(kSmall, 2, 80, 3);
+    Ready<float> model(kSmall, {.B = 2, .T = 80, .micro_steps = 3, .training = true});
     size_t total = 0;
     for (const Arena* a : model.arenas()) {
         size_t end = 0;
@@ -828,7 +832,7 @@ TEST(arenas_are_what_is_allocated) {
                 return static_cast<size_t>(static_cast<char*>(a->at(i, layer)) - a->base);
             };
             CHECK(offset(0) >= end);  // in order, without overlap
-            end = offset(std::max(t.layers - 1, 0)) + t.size * size_of(t.dtype);
+            end = offset(std::max(t.layers - 1, 0)) + t.size() * size_of(t.dtype);
         }
         CHECK(end <= a->bytes && a->bytes < end + 256);  // at the end there is only what alignment takes
         total += a->bytes;
@@ -838,7 +842,7 @@ TEST(arenas_are_what_is_allocated) {
 
 TEST(an_arena_has_no_tensor_that_is_not_in_it) {
     CHECK(Arena().pointers<Optimizer<float>>().m == nullptr);  // of a model that only generates
-    CHECK(Arena("empty", {{"none", DType::f32, 0}}).at(0) == nullptr);
+    CHECK(Arena("empty", {{.name = "none", .dtype = DType::f32, .rows = 0, .cols = 0}}).at(0) == nullptr);
 }
 
 TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
@@ -856,8 +860,9 @@ TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
 // that trains on several sequences has the cache too. With the cache a token more computes only its own row.
 TEST(cached_logits_are_the_same) {
     for (int T : {1, 2, 7, 80}) {
-        Ready<float> whole(kSmall, 1, T, 1, false), trains(kSmall, 3, T);
-        Ready<float> cached(kSmall, 1, T, 1, false, 0, {}, true);
+        Ready<float> whole(kSmall, {.B = 1, .T = T});
+        Ready<float> trains(kSmall, {.B = 3, .T = T, .training = true});
+        Ready<float> cached(kSmall, {.B = 1, .T = T, .cache = true});
         poison(cpu, trains.acts), poison(cpu, cached.acts);
         for (int n = 1, seen = 0; n <= 2 * T + 5; n++) {
             const std::vector<int> text = make_tokens(n, kSmall.V, 3);
@@ -923,7 +928,7 @@ TEST(gpu_two_runs_are_bit_equal) {
 // --memory prints what is allocated.
 TEST(gpu_memory_is_what_the_table_says) {
     for (int recompute : {0, 1, 2}) {
-        GPT2<Cuda, bf16> model(gpu(), preset("d12"), Attention::flash, 4, 1024, 1, true, recompute);
+        GPT2<Cuda, bf16> model(gpu(), preset("d12"), {.B = 4, .T = 1024, .training = true, .recompute = recompute});
         size_t bytes = 0, tensors = 0;
         for (const Arena* a : model.arenas())
             for (const TensorSpec& t : a->tensors) bytes += t.elements() * size_of(t.dtype), tensors++;
@@ -940,7 +945,7 @@ TEST(gpu_memory_is_what_the_table_says) {
 }
 
 TEST(gpu_update_stops_at_nan) {
-    GPT2<Cuda, bf16> model(gpu(), kSmall, Attention::flash, 2, 64, 1, true);
+    GPT2<Cuda, bf16> model(gpu(), kSmall, {.B = 2, .T = 64, .training = true});
     model.allocate();
     init_random(model, 3);
     check_nothing_is_updated(model, model.weights(1).qkvw + 17, "qkvw (1 of");
@@ -950,8 +955,8 @@ TEST(gpu_update_stops_at_nan) {
 template <class X>
 void check_cached_logits(const Cuda& dev, Attention attention) {
     const Config config = {200, 250, 256, 4, 4, 256};
-    Ready<double> exact(config, 1, 200, 1, false, 0, {}, true);
-    GPT2<Cuda, X> model(dev, config, attention, 1, 200, 1, false, 0, {}, true);
+    Ready<double> exact(config, {.B = 1, .T = 200, .cache = true});
+    GPT2<Cuda, X> model(dev, config, {.attention = attention, .B = 1, .T = 200, .cache = true});
     model.allocate();
     init_random(model, 3), poison(dev, model.acts);
     CHECK(model.optimizer().master == nullptr);
@@ -988,7 +993,7 @@ TEST(gpu_cached_logits_bf16) {
 }
 
 TEST(gpu_out_of_memory_says_what_fits) {
-    GPT2<Cuda, bf16> model(gpu(), preset("d48"), Attention::flash, 4096, 1024, 1, true);
+    GPT2<Cuda, bf16> model(gpu(), preset("d48"), {.B = 4096, .T = 1024, .training = true});
     CHECK_ERROR(allocate_or_explain(model), "would fit");
     CHECK_ERROR(allocate_or_explain(model), "activations");
 }

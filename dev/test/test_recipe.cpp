@@ -73,7 +73,7 @@ struct Gpt2 {
     // Its gradient.
     Vec gradient(const std::vector<Tokens>& windows) {
         const int B = windows.size();
-        GPT2<Cpu, double> model(cpu, {kPositions, V, Vp, L, NH, C}, Attention::flash, B, T, 1, true);
+        GPT2<Cpu, double> model(cpu, {kPositions, V, Vp, L, NH, C}, {.B = B, .T = T, .training = true});
         model.allocate();
         std::copy(p.begin(), p.end(), model.weights().wte);
         std::vector<int> batch(model.batch_ints());
@@ -365,8 +365,7 @@ TEST(samples_follow_the_model) {
 // The second text after the largest seed has the seed after it, which is no int.
 TEST(seeds_of_samples_pass_the_largest_int) {
     const Cpu one_thread(1);
-    GPT2<Cpu, float> model(one_thread, {kPositions, V, Vp, L, NH, C}, Attention::flash, 1,
-                           kPositions, 1, false, 0, {}, true);
+    GPT2<Cpu, float> model(one_thread, {kPositions, V, Vp, L, NH, C}, {.B = 1, .T = kPositions, .cache = true});
     model.allocate();
     load(model, model_file(kNoEnd));
     const Tokenizer bytes;
