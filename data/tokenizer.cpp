@@ -1,11 +1,11 @@
 // GPT-2's byte tokens, llm.c's tokenizer file, and byte pair encoding with it.
 #include "data/tokenizer.h"
 
+#include <compare>
 #include <numeric>
 #include <queue>
 #include <sstream>
 #include <string_view>
-#include <tuple>
 
 #include "data/file.h"
 #include "data/text.h"
@@ -147,7 +147,12 @@ void Tokenizer::encode_word(const std::string& word, std::vector<int>& tokens) c
     };
     const size_t n = word.size();
     if (const int whole = find(0, n); whole >= 0) return tokens.push_back(whole);
-    using Pair = std::tuple<int, size_t, size_t>;      // token, begin, end
+    struct Pair {
+        int token;
+        size_t begin;
+        size_t end;
+        auto operator<=>(const Pair&) const = default;  // by token, then from left to right
+    };
     std::vector<size_t> next(n + 1), previous(n + 1);  // where the parts beside the part at i begin
     std::iota(next.begin(), next.end(), 1);
     std::iota(previous.begin(), previous.end(), -1);

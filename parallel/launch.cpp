@@ -31,30 +31,77 @@ static int number_of(const char* name, int low, int high) {
     throw UsageError(format("environment: %s is \"%s\", not a number from %d to %d", name, text.c_str(), low, high));
 }
 
-// Rank and size, the same among the ranks of this machine, and what is the same in all ranks of a job alone.
-static constexpr const char* kLaunchers[][6] = {
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
-    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-     "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
-    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", ""},  // MPICH's, Intel's and Slurm's
-    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID",
-     "SLURM_STEP_ID"}};  // a batch script has the first too, but not the second
+// The variables of the environment with which a launcher says what a rank is.
+struct Launcher {
+    const char* rank;
+    const char* size;
+    const char* local_rank;
+    const char* local_size;
+    // What all ranks of a job have in common and no other job has: a name, and what tells apart the
+    // jobs of that name, or "".
+    const char* job;
+    const char* part_of_job;
+    // The rank's variable is also set where a single process runs, without the size's.
+    bool rank_without_size = false;
+};
+
+static constexpr Launcher kTorchrun = {.rank = "RANK",
+                                       .size = "WORLD_SIZE",
+                                       .local_rank = "LOCAL_RANK",
+                                       .local_size = "LOCAL_WORLD_SIZE",
+                                       .job = "TORCHELASTIC_RUN_ID",
+                                       .part_of_job = "TORCHELASTIC_RESTART_COUNT"};
+static constexpr Launcher kOpenMpi = {.rank = "OMPI_COMM_WORLD_RANK",
+                                      .size = "OMPI_COMM_WORLD_SIZE",
+                                      .local_rank = "OMPI_COMM_WORLD_LOCAL_RANK",
+                                      .local_size = "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                      .job = "PMIX_NAMESPACE",
+                                      .part_of_job = "OMPI_MCA_ess_base_jobid"};
+// MPICH, Intel's MPI, and Slurm with --mpi=pmi2.
+static constexpr Launcher kPmi = {.rank = "PMI_RANK",
+                                  .size = "PMI_SIZE",
+                                  .local_rank = "MPI_LOCALRANKID",
+                                  .local_size = "MPI_LOCALNRANKS",
+                                  .job = "PMI_JOBID",
+                                  .part_of_job = ""};
+static constexpr Launcher kSlurm = {.rank = "SLURM_PROCID",
+                                    .size = "SLURM_STEP_NUM_TASKS",
+                                    .local_rank = "SLURM_LOCALID",
+                                    .local_size = "SLURM_STEP_TASKS_PER_NODE",
+                                    .job = "SLURM_JOB_ID",
+                                    .part_of_job = "SLURM_STEP_ID",
+                                    .rank_without_size = true};  // in a batch script
+
+// The launcher that started this process, or null.
+static const Launcher* find_launcher() {
+    for (const Launcher* launcher : {&kTorchrun, &kOpenMpi, &kPmi, &kSlurm}) {
+        const bool has_rank = variable(launcher->rank) != "" && !launcher->rank_without_size;
+        if (has_rank || variable(launcher->size) != "")
+            return launcher;
+    }
+    return nullptr;
+}
 
 Place place_from_environment() {
+    const Launcher* const launcher = find_launcher();
+    if (!launcher)
+        return {};
     Place place;
-    for (const auto& [rank, size, local_rank, local_size, job, part] : kLaunchers) {
-        if (variable(size) == "" && (variable(rank) == "" || rank == kLaunchers[3][0])) continue;
-        place.size = number_of(size, 1, 65536);
-        place.rank = number_of(rank, 0, place.size - 1);
-        if (place.size == 1) break;
-        for (const char* name : {"SLURM_LOCALID", local_rank})
-            if (variable(name) != "") place.local_rank = number_of(name, 0, place.size - 1);
-        if (variable(local_size) != "") place.local_size = number_of(local_size, 1, place.size);
-        for (const char* name : {"GPT2_JOB", job, part})
-            if (variable(name) != "") place.job += (place.job.empty() ? "" : ".") + variable(name);
-        break;
-    }
-    if (place.size == 1) return {};
+    place.size = number_of(launcher->size, 1, 65536);
+    place.rank = number_of(launcher->rank, 0, place.size - 1);
+    if (place.size == 1)
+        return {};
+
+    // Slurm's srun may have started the ranks of another launcher.
+    for (const char* name : {kSlurm.local_rank, launcher->local_rank})
+        if (variable(name) != "")
+            place.local_rank = number_of(name, 0, place.size - 1);
+    if (variable(launcher->local_size) != "")
+        place.local_size = number_of(launcher->local_size, 1, place.size);
+    for (const char* name : {"GPT2_JOB", launcher->job, launcher->part_of_job})
+        if (variable(name) != "")
+            place.job += (place.job.empty() ? "" : ".") + variable(name);
+
     place.address = variable("MASTER_ADDR");
     if (place.address != "") {
         const int taken = variable("TORCHELASTIC_RUN_ID") != "";  // torchrun itself has this port

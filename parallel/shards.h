@@ -43,8 +43,14 @@ std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int ranks, bo
     return share;
 }
 
-// Calls f(first, state, n) for every part of a share among the parameters from `begin` to `end`: n
-// elements from the parameter `first` on, whose state starts at element `state` of the share's.
+// A part of a share without a gap.
+struct SharePart {
+    size_t parameter;  // its first element among all parameters
+    size_t state;      // the same among the share's gradients, m, v and master
+    size_t count;      // elements
+};
+
+// Calls f(part) for what a share has of the parameters from `begin` to `end`.
 template <class F>
 void for_each_part(const std::vector<ParamRange>& share, size_t begin, size_t end, F f) {
     for (const ParamRange& range : share) {
@@ -52,7 +58,9 @@ void for_each_part(const std::vector<ParamRange>& share, size_t begin, size_t en
             const size_t first = std::max(begin, range.piece(p));
             const size_t last = std::min(end, range.piece(p) + range.size);
             if (first < last)
-                f(first, range.state(p) + (first - range.piece(p)), last - first);
+                f(SharePart{.parameter = first,
+                            .state = range.state(p) + (first - range.piece(p)),
+                            .count = last - first});
         }
     }
 }

@@ -93,7 +93,11 @@ Checksum64 checksum_of(const std::string& head, size_t bytes) {
 }
 
 // The counters, one table for writing and for reading.
-std::vector<std::pair<const char*, uint64_t*>> named(Counters& counters) {
+struct NamedCounter {
+    const char* name;
+    uint64_t* value;
+};
+std::vector<NamedCounter> named(Counters& counters) {
     return {{"step", &counters.step},
             {"model checksum", &counters.model_checksum},
             {"epoch", &counters.data.epoch},

@@ -206,9 +206,9 @@ class Checkpoints {
             read_parameters(path, counters.model_checksum);
         broadcast(model_, model_.params);
         scatter_optimizer(model_, [&](const StatePiece& piece) {
-            const auto upload = [&](const char* read, size_t at, size_t n) {
-                model_.dev.upload(piece.device + at, read, n);
-                state->add(read, n);
+            const auto upload = [&](const FilePiece& read) {
+                model_.dev.upload(piece.device + read.offset, read.data, read.bytes);
+                state->add(read.data, read.bytes);
             };
             stream_in(model_.dev, state->file, state->begin + piece.offset, piece.bytes, piece.bytes, upload);
         });
@@ -241,9 +241,9 @@ class Checkpoints {
         const InputFile file(path);
         const size_t bytes = model_.params.bytes;
         Checksum64 checksum(bytes);
-        stream_in(model_.dev, file, kHeaderBytes, bytes, bytes, [&](const char* piece, size_t at, size_t n) {
-            model_.dev.upload(model_.params.base + at, piece, n);
-            checksum.add(piece, n);
+        stream_in(model_.dev, file, kHeaderBytes, bytes, bytes, [&](const FilePiece& piece) {
+            model_.dev.upload(model_.params.base + piece.offset, piece.data, piece.bytes);
+            checksum.add(piece.data, piece.bytes);
         });
         if (checksum.value() != expected)
             refuse(path, "damaged parameters", hex(expected), hex(checksum.value()), kRemove);

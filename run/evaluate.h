@@ -59,7 +59,11 @@ template <class Model>
 std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
     Range range("multiple choice");
     const size_t B = model.B, T = model.T, N = B * T;
-    std::vector<std::pair<size_t, size_t>> rows;  // choice and ending of each row of a batch
+    struct Row {
+        size_t choice;
+        size_t ending;
+    };
+    std::vector<Row> rows;  // of all batches, one after another
     for (size_t i = 0; i < choices.size(); i++)
         for (size_t e = 0; e < choices[i].endings.size(); e++) rows.push_back({i, e});
     std::vector<double> means(rows.size());  // 0 if another rank computes it
@@ -88,7 +92,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
     }
     model.ranks.add_up(means);
     std::vector<std::vector<double>> losses(choices.size());
-    for (size_t r = 0; r < rows.size(); r++) losses[rows[r].first].push_back(means[r]);
+    for (size_t r = 0; r < rows.size(); r++) losses[rows[r].choice].push_back(means[r]);
     return losses;
 }
 inline int answer(const std::vector<double>& losses) {

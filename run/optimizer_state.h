@@ -52,9 +52,9 @@ void exchange(Model& m, const Window& window, typename Model::A* staged, bool to
         for (int r = 0; r < m.ranks.size; r++) {
             if (m.ranks.rank != 0 && m.ranks.rank != r)
                 continue;
-            for_each_part(m.share(r), first, last, [&](size_t at, size_t state, size_t count) {
-                copy_to_or_from_rank_0(m, r, own + (array * own_n + state), staged + (array_begin + at - window.begin),
-                                       count, to_rank_0);
+            for_each_part(m.share(r), first, last, [&](const SharePart& part) {
+                copy_to_or_from_rank_0(m, r, own + (array * own_n + part.state),
+                                       staged + (array_begin + part.parameter - window.begin), part.count, to_rank_0);
             });
         }
     }

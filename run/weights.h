@@ -12,9 +12,16 @@
 #include "parallel/watchdog.h"
 #include "run/tensors.h"
 
-// Reads bytes of a file in order and calls use(piece, at, n) for each piece, which is in pinned memory and may be
-// uploaded: its memory is used again only when the device has done what was called for it. A thread reads the next
-// piece meanwhile. Pieces are whole steps of a checksum, and have `most` bytes at most.
+// A piece of what is read from a file, in pinned memory.
+struct FilePiece {
+    const char* data;
+    size_t offset;  // in what is read
+    size_t bytes;
+};
+
+// Reads bytes of a file in order and calls use(piece) for each piece, which may be uploaded: its memory is used again
+// only when the device has done what was called for it. A thread reads the next piece meanwhile. Pieces are whole steps
+// of a checksum, and have `most` bytes at most.
 template <class Dev, class F>
 void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, size_t most, F use) {
     if (bytes == 0) return;
@@ -33,7 +40,7 @@ void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes
         if (reading.valid()) reading.get();
         dev.sync();  // the piece before this one is no longer needed
         if (at + size < bytes) reading = start_async([&read, at, size] { read(at + size); });
-        use(half(at), at, std::min(size, bytes - at));
+        use(FilePiece{.data = half(at), .offset = at, .bytes = std::min(size, bytes - at)});
         note_progress();
     }
     dev.sync();
@@ -78,7 +85,7 @@ void init_random(Model& model, uint64_t seed) {
         fill(model.weights().wte + begin, begin, t.elements());
         if (master)
             for_each_part(own, begin, begin + t.elements(),
-                          [&](size_t at, size_t state, size_t n) { fill(master + state, at, n); });
+                          [&](const SharePart& part) { fill(master + part.state, part.parameter, part.count); });
         begin += t.elements();
     }
     dev.sync();
@@ -92,15 +99,15 @@ void load_as(Model& model, const InputFile& file) {
     auto* const master = model.optimizer().master;
     char* const staged = model.acts.base;
     const size_t bytes = model.num_parameters * sizeof(File);
-    stream_in(dev, file, kHeaderBytes, bytes, model.acts.bytes, [&](const char* piece, size_t at, size_t n) {
+    stream_in(dev, file, kHeaderBytes, bytes, model.acts.bytes, [&](const FilePiece& piece) {
         const File* const values = reinterpret_cast<const File*>(staged);
-        const size_t first = at / sizeof(File);
-        const size_t count = n / sizeof(File);
-        dev.upload(staged, piece, n);
+        const size_t first = piece.offset / sizeof(File);
+        const size_t count = piece.bytes / sizeof(File);
+        dev.upload(staged, piece.data, piece.bytes);
         convert(dev, model.weights().wte + first, values, count);
         if (master)
-            for_each_part(own, first, first + count, [&](size_t at, size_t state, size_t n) {
-                convert(dev, master + state, values + (at - first), n);
+            for_each_part(own, first, first + count, [&](const SharePart& part) {
+                convert(dev, master + part.state, values + (part.parameter - first), part.count);
             });
     });
 }

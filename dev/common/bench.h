@@ -101,9 +101,14 @@ inline Figures tflops(double flops, const Figures& ms) {
     return {flops / ms.cool * 1e-9, flops / ms.sustained * 1e-9};
 }
 
-// Parses pairs of B and T such as "4x1024,2x16384". Throws UsageError.
-inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
-    std::vector<std::pair<int, int>> shapes;
+struct BatchShape {
+    int B;
+    int T;
+};
+
+// Parses shapes such as "4x1024,2x16384". Throws UsageError.
+inline std::vector<BatchShape> parse_shapes(const std::string& text) {
+    std::vector<BatchShape> shapes;
     for (size_t at = 0; at <= text.size();) {
         const size_t comma = std::min(text.find(',', at), text.size());
         const std::string item = text.substr(at, comma - at);

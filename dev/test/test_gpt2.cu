@@ -181,7 +181,8 @@ TEST(shares_divide_the_parameters) {
                 const auto share = share_of(params.tensors, r, ranks, overlap);
                 std::vector<size_t> place(n / ranks, n);  // of each element of the state among the parameters
                 size_t next = 0;
-                for_each_part(share, 0, n, [&](size_t at, size_t state, size_t size) {
+                for_each_part(share, 0, n, [&](const SharePart& part) {
+                    const auto [at, state, size] = part;
                     if (state != next || at + size > n) throw Error("not back to back, or outside");
                     if (ranks > 1 && (at % 4 || size % 4)) throw Error("off a vector");
                     for (size_t k = 0; k < size; k++) {
@@ -193,7 +194,8 @@ TEST(shares_divide_the_parameters) {
                 CHECK(next == n / ranks);
                 for (size_t begin = 0, end; begin < n; begin = end) {
                     end = std::min(n, begin + 999);
-                    for_each_part(share, begin, end, [&](size_t at, size_t state, size_t size) {
+                    for_each_part(share, begin, end, [&](const SharePart& part) {
+                        const auto [at, state, size] = part;
                         CHECK(at >= begin && at + size <= end);
                         next -= size;
                         for (size_t k = 0; k < size; k++)
@@ -704,10 +706,11 @@ TEST(files_are_read_in_pieces) {
         for (const size_t most : {size_t(1), size_t(33), size_t(4096), ~size_t(0)}) {
             std::string got;
             Checksum64 checksum(n);
-            stream_in(cpu, file, 3, n, most, [&](const char* piece, size_t at, size_t size) {
-                CHECK(at == got.size() && (size % Checksum64::kStep == 0 || at + size == n));
-                checksum.add(piece, size);
-                got.append(piece, size);
+            stream_in(cpu, file, 3, n, most, [&](const FilePiece& piece) {
+                CHECK(piece.offset == got.size());
+                CHECK(piece.bytes % Checksum64::kStep == 0 || piece.offset + piece.bytes == n);
+                checksum.add(piece.data, piece.bytes);
+                got.append(piece.data, piece.bytes);
             });
             CHECK(got == bytes.substr(3, n));
             CHECK(checksum.value() == checksum64(&bytes[3], n));
