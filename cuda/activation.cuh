@@ -1,24 +1,24 @@
-// The activation function f of the MLP and its derivative, for kernels that have x in registers. It is
-// GELU in its tanh form (Hendrycks & Gimpel 2016), as GPT-2 was trained with:
+// The activation function f of the MLP and its derivative, for kernels that have x in registers. It
+// is GELU in its tanh form (Hendrycks & Gimpel 2016), as GPT-2 was trained with:
 //
 //   f(x)  = x/2 · (1 + tanh u),   u = √(2/π)·(x + 0.044715 x³)
 //         = x·σ(2u)               since (1 + tanh u)/2 = σ(2u) = 1/(1 + e^{−2u})
 //   f'(x) = σ(2u) + x·σ(2u)·(1 − σ(2u))·2u',   u' = √(2/π)·(1 + 3·0.044715 x²)
 //
-// The sigmoid form needs one exponential and one reciprocal, and it does not cancel for negative x, so
-// the fast hardware versions of both (relative error about 1e-6) are accurate enough.
+// The sigmoid form needs one exponential and one reciprocal, and it does not cancel for negative x,
+// so the fast hardware versions of both (relative error about 1e-6) are accurate enough.
 //
 // To train with another activation, change this file, the formula in layers/cpu/reference.cpp (the
-// oracle of the tests, which is why it has its own) and the name in scripts/hf.py. Nothing else in the
-// program knows which function it is.
+// oracle of the tests, which is why it has its own) and the name in scripts/hf.py. Nothing else in
+// the program knows which function it is.
 #pragma once
 #include "cuda/ptx_sm80.cuh"  // exp2_approx, kLog2e, reciprocal_approx
 
 constexpr const char* kActivationName = "gelu";  // in the tables of benchmarks
 
-// cuBLASLt has only one activation that also stores its argument, which backward needs: this form of
-// GELU. If this is true, bf16 matmuls use it as their epilogue; if it is false, a kernel of our own
-// follows the matmul. test_layers fails if it is true and f is something else.
+// cuBLASLt has only one activation that also stores its argument, which backward needs: this form
+// of GELU. If this is true, bf16 matmuls use it as their epilogue; if it is false, a kernel of our
+// own follows the matmul. test_layers fails if it is true and f is something else.
 constexpr bool kActivationIsCublasGelu = true;
 
 // f and f' at x. Most of their work is in common, so it is done once.

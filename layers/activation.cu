@@ -1,12 +1,12 @@
-// The activation function f (cuda/activation.cuh) in kernels of its own, for matmuls that cannot apply
-// it in their epilogue.
+// The activation function f (cuda/activation.cuh) in kernels of its own, for matmuls that cannot
+// apply it in their epilogue.
 //
 //   forward    out = f(inp)
 //   backward   dinp = dout∘f'(inp),   dinp_sum += Σ_rows dinp,   and out = f(inp) if it is wanted
 //
-// The kernels are bound by memory, with 2 streams forward and 3 or 4 backward. Backward also computes
-// what would otherwise take another pass over dinp or inp: the sum of dinp over rows and, for a caller
-// that did not keep it, f(inp).
+// The kernels are bound by memory, with 2 streams forward and 3 or 4 backward. Backward also
+// computes what would otherwise take another pass over dinp or inp: the sum of dinp over rows and,
+// for a caller that did not keep it, f(inp).
 //
 // Writes every element of out and dinp, and adds into dinp_sum.  Limits: any size and alignment.
 #include "cuda/activation.cuh"

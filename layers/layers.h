@@ -62,18 +62,18 @@ template <class X>
 void matmul_activation_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight,
                                const X* bias, size_t N, int C, int OC);
 
-// Adds into dweight (OC,C), or writes it if !accumulate, then writes dinp (N,C), which may be inp. A
-// null output is not computed. dinp is X or, if Y is float, fp32. Deterministic. The bias gradient is
-// the sum of dout's rows. The call that made dout computes it (layernorm_backward's dinp_sum,
-// matmul_activation_backward's dpre_sum), or qkv_bias_backward does.
+// Adds into dweight (OC,C), or writes it if !accumulate, then writes dinp (N,C), which may be inp.
+// A null output is not computed. dinp is X or, if Y is float, fp32. Deterministic. The bias
+// gradient is the sum of dout's rows. The call that made dout computes it (layernorm_backward's
+// dinp_sum, matmul_activation_backward's dpre_sum), or qkv_bias_backward does.
 template <class X, class Y = X>
 void matmul_backward(const Cuda& dev, std::type_identity_t<Y>* dinp, float* dweight, const X* dout,
                      const X* inp, const X* weight, size_t N, int C, int OC,
                      bool accumulate = true);
 
-// Backward of a linear layer and of the activation before it. Writes dpre (N,C) = (dout (N,OC)·weight
-// (OC,C))∘f'(pre) and adds its sum over rows into dpre_sum (C). Also writes out (N,C) = f(pre), unless
-// out is null. Deterministic. Needs matmul_activation_scratch_bytes() of scratch.
+// Backward of a linear layer and of the activation before it. Writes dpre (N,C) = (dout
+// (N,OC)·weight (OC,C))∘f'(pre) and adds its sum over rows into dpre_sum (C). Also writes out (N,C)
+// = f(pre), unless out is null. Deterministic. Needs matmul_activation_scratch_bytes() of scratch.
 template <class X>
 void matmul_activation_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch,
                                 const X* dout, const X* weight, const X* pre, size_t N, int C,
@@ -99,9 +99,9 @@ size_t qkv_bias_scratch_bytes(const Cuda& dev, int C);
 template <class X>
 void activation_forward(const Cuda& dev, X* out, const X* inp, size_t n);
 
-// Writes dinp (N,C) = dout∘f'(inp), which may be dout, and adds its sum over rows into dinp_sum (C).
-// Also writes out (N,C) = f(inp), unless out is null. Deterministic. Needs activation_scratch_bytes()
-// of scratch.
+// Writes dinp (N,C) = dout∘f'(inp), which may be dout, and adds its sum over rows into dinp_sum
+// (C). Also writes out (N,C) = f(inp), unless out is null. Deterministic. Needs
+// activation_scratch_bytes() of scratch.
 template <class X>
 void activation_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scratch,
                          const X* inp, const X* dout, size_t N, int C);

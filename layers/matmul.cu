@@ -5,7 +5,8 @@
 //   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
 //
 // On Hopper matmul_sm90.cu does the products with an activation behind or before them, if the shape
-// allows. The bias gradient, derived in layers.h, has kernels of our own, which add in a fixed order.
+// allows. The bias gradient, derived in layers.h, has kernels of our own, which add in a fixed
+// order.
 //
 // cuBLAS is column-major, so our row-major (rows, cols) is its (cols, rows) with leading dimension cols. We ask it for
 // the transposed product, outᵀ = weight·inpᵀ and so on. Every operand is then what lies in memory or its transpose.

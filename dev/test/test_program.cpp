@@ -412,9 +412,9 @@ TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
 }
 
 TEST(memory_table_and_profile) {
-    // In a layer of d12 a token has 10·768 floats of qkv, atty, residual2, fch and residual3. Its layer norms have four
-    // statistics, and lse 12. Outside the layers they are 2·768 + 2. The layer norms' outputs (768 each) and act
-    // (4·768) are kept for each layer, or once.
+    // In a layer of d12 a token has 10·768 floats of qkv, atty, residual2, fch and residual3. Its
+    // layer norms have four statistics, and lse 12. Outside the layers they are 2·768 + 2. The
+    // layer norms' outputs (768 each) and act (4·768) are kept for each layer, or once.
     const char* qkvw = "parameters   qkvw       fp32      12       21233664        81.00 ";  // 3·768·768·12
     for (const auto& [options, bytes_per_token] :
          {std::pair{"d12 -r 0", " 596744.0\n"}, {"gpt2:d12 -r 1", " 461576.0\n"}, {"gpt2:d12 -r 2", " 393992.0\n"}})

@@ -1,6 +1,6 @@
-// Our own matmuls for Hopper, with the activation f or softmax in the same kernel (matmul_block.cuh).
-// Those with f need matmul_sm90_takes() to be true, and matmul_sm90_exponentials needs Cuda::sm90a. All
-// pointers are aligned to 16 bytes.
+// Our own matmuls for Hopper, with the activation f or softmax in the same kernel
+// (matmul_block.cuh). Those with f need matmul_sm90_takes() to be true, and
+// matmul_sm90_exponentials needs Cuda::sm90a. All pointers are aligned to 16 bytes.
 #pragma once
 #include "cuda/cuda.h"
 
