@@ -4,9 +4,8 @@
 //   m ← β₁m + (1−β₁)g;   v ← β₂v + (1−β₂)g²;   m̂ = m/(1−β₁ᵗ);   v̂ = v/(1−β₂ᵗ)
 //   p ← p − lr·(m̂/(√v̂ + eps) + wd·p)
 //
-// Parameters are kept as fp32 masters. If X is bf16 the model computes with a copy that is rounded stochastically. It
-// is rounded up with a probability equal to the fraction that truncation would drop, so its expectation is the master.
-// The random bits are a hash of (seed, step, index), so they need no state and are the same on every run.
+// Parameters are kept as fp32 masters. If X is bf16 the model computes with a copy that is rounded
+// stochastically (cuda/stochastic_rounding.cuh).
 //
 // One launch updates all ranges and their pieces. A thread updates four consecutive elements, 16 bytes of every fp32
 // stream. The kernel is bound by memory, with 28 (fp32) or 30 (bf16) bytes an element.
@@ -16,7 +15,7 @@
 // `skipped` is a multiple of 4, and so are the size and stride of several pieces.
 #include <cmath>
 
-#include "common/random.h"
+#include "cuda/stochastic_rounding.cuh"
 #include "cuda/vector.cuh"
 #include "layers/layers.h"
 
@@ -24,7 +23,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxRanges = 32;
-constexpr int kV = 4;  // elements of a thread
+constexpr int kV = StochasticRounding::kGroup;  // elements of a thread: 4
 
 // Everything the kernel needs besides pointers, passed by value.
 struct Plan {
@@ -36,15 +35,8 @@ struct Plan {
     int num_ranges;
     float lr, beta1, beta2, eps, max_norm;
     float correction1, correction2;  // 1/(1−βᵗ)
-    uint64_t key;                    // of the stochastic rounding
+    StochasticRounding rounding;
 };
-
-// bf16 is the upper half of fp32, so adding 16 random bits to the lower half carries with exactly the right
-// probability.
-__device__ inline bf16 round_stochastically(float x, unsigned random16) {
-    if (!isfinite(x)) return __float2bfloat16_rn(x);
-    return __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(x) + random16) >> 16));
-}
 
 __device__ inline float update(float p, float& m, float& v, float g, float decay, const Plan& plan) {
     m = plan.beta1 * m + (1.f - plan.beta1) * g;
@@ -65,14 +57,8 @@ __device__ inline void update_elements(size_t i, size_t s, X* params, float* mas
     store(master + at, p4);
     store(m + s, m4);
     store(v + s, v4);
-    if constexpr (std::is_same_v<X, bf16>) {
-        const uint64_t random = mix64(plan.key + i / kV * kGolden);  // 16 bits for each of the group's elements
-        Vec<bf16, V> rounded;
-        for (int k = 0; k < V; k++)
-            rounded.x[k] =
-                round_stochastically(p4[k], static_cast<unsigned>(random >> (16 * ((i + k) % kV))) & 0xffffu);
-        store(params + i, rounded);
-    }
+    if constexpr (std::is_same_v<X, bf16>)
+        store(params + i, plan.rounding.round(p4, i));
 }
 
 template <class X>
@@ -146,7 +132,7 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
     plan.eps = hyper.eps, plan.max_norm = hyper.max_norm;
     plan.correction1 = static_cast<float>(1.0 / (1.0 - std::pow(hyper.beta1, static_cast<double>(hyper.step))));
     plan.correction2 = static_cast<float>(1.0 / (1.0 - std::pow(hyper.beta2, static_cast<double>(hyper.step))));
-    plan.key = mix64(hyper.seed + kGolden * static_cast<uint64_t>(hyper.step));
+    plan.rounding = StochasticRounding(hyper.seed, hyper.step);
     adamw_kernel<<<blocks, kThreads, 0, dev.stream>>>(params, master, m, v, grads, norm, plan);
     LAUNCH_CHECK("adamw_kernel");
 }
