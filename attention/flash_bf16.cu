@@ -18,7 +18,7 @@
 // A causal warp skips keys and queries that it cannot see, and masks only where the diagonal or the end of the keys is.
 //
 // Writes: forward out and lse, backward dq, dk and dv (every element, in bf16 or fp32).
-// Scratch: float2 {log2(e)·lse, D} (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
+// Scratch: LseD (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <cmath>
 
@@ -222,15 +222,15 @@ struct BackwardArgs {
     Problem<bf16> p;
     Heads<const bf16> dout, out;
     Stats<const float> lse;
-    float2* lse_D;  // (B, NH, Tq) {log2(e)·lse, D}
+    LseD* lse_D;  // (B, NH, Tq)
     Heads<Y> dq, dk, dv;
 };
 
 // Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.lse_D. HS/8 lanes share a
 // row of dO and O, 8 elements each. Rows past Tq get lse = +inf, so that their P is 0.
 template <int HS, int M, class Args>
-__device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, const bf16* dout, float2* lse_D_smem,
-                                           int q0, int warp_row) {
+__device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, const bf16* dout,
+                                           LseD* lse_D_smem, int q0, int warp_row) {
     constexpr int Pieces = HS / 8, RowsAtOnce = 32 / Pieces, N = 16 * M / RowsAtOnce;
     const Problem<bf16>& p = args.p;
     const int lane = threadIdx.x % 32, row = warp_row + lane % (16 * M), t = q0 + row;
@@ -245,11 +245,13 @@ __device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, cons
     for (int i = 0; i < N; i++) {
         float D = dot8(x[i], y[i]);
         for (int lanes = 1; lanes < Pieces; lanes *= 2) D += __shfl_xor_sync(~0u, D, lanes);
-        if (lane % Pieces == 0) lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].y = D;
+        if (lane % Pieces == 0) lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].D = D;
     }
     __syncwarp();
-    lse_D_smem[row].x = lse;
-    if (t < p.Tq) args.lse_D[static_cast<size_t>(w.bh) * p.Tq + t] = make_float2(lse, lse_D_smem[row].y);
+    lse_D_smem[row].lse_log2 = lse;
+    if (t < p.Tq)
+        args.lse_D[static_cast<size_t>(w.bh) * p.Tq + t] =
+            LseD{.lse_log2 = lse, .D = lse_D_smem[row].D};
     __syncwarp();
 }
 
@@ -263,7 +265,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t q_smem = smem_address(smem), do_smem = q_smem + Br * HS * 2;
     const uint32_t k_smem = do_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
-    float2* lse_D_smem = reinterpret_cast<float2*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
+    LseD* lse_D_smem = reinterpret_cast<LseD*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of(p, true);
@@ -287,9 +289,9 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     float lse_log2[M][2], D[M][2];
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
-            const float2 lse_D = lse_D_smem[warp_row + 16 * i + 8 * r + lane / 4];
-            lse_log2[i][r] = lse_D.x;
-            D[i][r] = lse_D.y;
+            const LseD lse_D = lse_D_smem[warp_row + 16 * i + 8 * r + lane / 4];
+            lse_log2[i][r] = lse_D.lse_log2;
+            D[i][r] = lse_D.D;
         }
 
     RowOperand<HS, M, Tiles::QInRegisters> q_rows, do_rows;
@@ -358,7 +360,8 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     const uint32_t k_smem = smem_address(smem), v_smem = k_smem + Bc * HS * 2;
     const uint32_t q_smem = v_smem + Bc * HS * 2, do_smem = q_smem + 2 * TileBytes;
     const uint32_t lse_D_smem = do_smem + 2 * TileBytes;
-    const float4* lse_D = reinterpret_cast<const float4*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);  // two rows each
+    const LseDPair* lse_D =
+        reinterpret_cast<const LseDPair*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of(p, false);
@@ -395,23 +398,24 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
             load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
             mma_abt<HS>(s, a, q_tile, kk * 16);
         }
-        // {lse, D} of this lane's two columns (e = 0 and 1) of subtile column n.
+        // Of this lane's columns e = 0 and 1 of subtile column n.
         auto columns = [&](int n) { return lse_D[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
         for (int n = 0; n < kSub / 8; n++) {
-            const float4 c = columns(n);
+            const LseDPair c = columns(n);
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
                     const int key = first_k + 16 * i + e / 2 * 8 + lane / 4;
                     const int query = j * Br + sub + 8 * n + lane % 4 * 2 + e % 2;
-                    const float P = exp2_approx(s[i][n][e] * p.scale_log2 - (e % 2 ? c.z : c.x));
+                    const float P = exp2_approx(s[i][n][e] * p.scale_log2 - c.of[e % 2].lse_log2);
                     s[i][n][e] = Masked && query + p.shift < key ? 0.f : P;
                 }
         }
         add_product<HS>(dv, s, do_tile);
         for (int n = 0; n < kSub / 8; n++) {
-            const float4 c = columns(n);
+            const LseDPair c = columns(n);
             for (int i = 0; i < M; i++)
-                for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it (dP − D)
+                for (int e = 0; e < 4; e++)
+                    dp[i][n][e] = -c.of[e % 2].D;  // the product adds to it (dP − D)
         }
 #pragma unroll 2  // with 4 the compiler would fetch so far ahead that it spills
         for (int kk = 0; kk < HS / 16; kk++) {
@@ -471,7 +475,7 @@ void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                                .dout = c.dout,
                                .out = c.out,
                                .lse = c.lse,
-                               .lse_D = static_cast<float2*>(c.scratch),
+                               .lse_D = static_cast<LseD*>(c.scratch),
                                .dq = c.dq,
                                .dk = c.dk,
                                .dv = c.dv};
@@ -497,7 +501,7 @@ void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     });
 }
 size_t scratch_bytes(const AttentionShape& s) {
-    return s.rows() * sizeof(float2);
+    return s.rows() * sizeof(LseD);
 }
 
 }  // namespace

@@ -96,7 +96,8 @@ std::atomic<unsigned> launches;
 
 // One tile of queries of one head.
 struct Work {
-    int b, h;  // b = −1: there is no more
+    int b;  // −1: there is no more
+    int h;
     int q0;
     int k_tiles;  // of the last query
 };
@@ -109,13 +110,13 @@ __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
     const int q0 = (p.Tq + 63) / 64 * 64 - (tile + 1) * Br;
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
-    return {bh / p.NH, bh % p.NH, q0, (k_end + Bc - 1) / Bc};
+    return {.b = bh / p.NH, .h = bh % p.NH, .q0 = q0, .k_tiles = (k_end + Bc - 1) / Bc};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
-enum Barrier { QFull, QEmpty, KFull, VFull, KEmpty, VEmpty, kBarriers };
+enum Barrier { QFull, QEmpty, KFull, VFull, KEmpty, VEmpty };
 
 // What lies where in a block's shared memory. `slot` counts Q and Work, w the consumers.
 template <int HS>
@@ -130,9 +131,16 @@ struct Shared {
           barriers(base + Tiles::Barriers),
           work(reinterpret_cast<Work*>(smem + Tiles::NextWork)) {}
     __device__ __forceinline__ void init() const {
-        constexpr int kArrivals[kBarriers] = {1, 128, 1, 1, 4 * W, 4 * W};
-        for (int i = 0; i < kBarriers * kMost; i++) mbarrier_init(barriers + i * 8, kArrivals[i / kMost]);
+        init(QFull, 1);
+        init(QEmpty, 128);  // the warpgroup's threads
+        init(KFull, 1);
+        init(VFull, 1);
+        init(KEmpty, 4 * W);  // every consumer warp
+        init(VEmpty, 4 * W);
         fence_mbarrier_init();
+    }
+    __device__ __forceinline__ void init(Barrier barrier, int arrivals) const {
+        for (int i = 0; i < kMost; i++) mbarrier_init(at(barrier, i), arrivals);
     }
     __device__ __forceinline__ uint32_t at(Barrier barrier, int i) const {  // of a stage
         return barriers + (barrier * kMost + i) * 8;

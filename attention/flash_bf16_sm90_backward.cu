@@ -70,7 +70,8 @@ struct Tiles {
     // K, Q, dO, dS, lse and D have two stages, V and dQ one. dV leaves from dS's place, dK from K's, or in fp32 from dS's.
     static constexpr int K = 0, V = K + 2 * KvBytes, Q = V + KvBytes, Do = Q + 2 * QBytes, Ds = Do + 2 * QBytes,
                          Dq = Ds + 2 * DsBytes, LseD = Dq + DqBytes, Control = LseD + 2 * LseDBytes;
-    static constexpr int Smem = Control + 24 * 8 + 2 * 8;  // mbarriers, items
+    static constexpr int Items = Control + 24 * 8;  // after the mbarriers
+    static constexpr int Smem = Items + 2 * sizeof(Item);
     static_assert(Smem <= 227 * 1024);
 };
 
@@ -114,9 +115,10 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, H
                    *reinterpret_cast<const uint4*>(out.ptr + b * out.batch + read * out.token + column));
     for (int lanes = 1; lanes < Lanes; lanes *= 2) D += __shfl_xor_sync(~0u, D, lanes);
     if (lane > 0) return;
-    float* lse_D = args.lse_D + (static_cast<size_t>(bh) * q_tiles + tile) * 2 * Br + row;
-    lse_D[0] = t < args.order.Tq ? lse.ptr[bh * lse.head + t] * kLog2e : INFINITY;
-    lse_D[Br] = t < args.order.Tq ? D : 0.f;
+    float* const to_lse = args.lse_D + (static_cast<size_t>(bh) * q_tiles + tile) * 2 * Br + row;
+    float* const to_D = to_lse + Br;
+    *to_lse = t < args.order.Tq ? lse.ptr[bh * lse.head + t] * kLog2e : INFINITY;
+    *to_D = t < args.order.Tq ? D : 0.f;
 #endif
 }
 
@@ -128,27 +130,50 @@ enum Barrier { KFull, KEmpty, VFull, VEmpty, QFull, QEmpty, DsFull, DsEmpty, DqF
 // And the named barriers of both consumers: nobody reads K and dS any more, and consumer wg may begin (kAlternate + wg).
 enum NamedBarrier { kLastRead = 2, kAlternate };
 
+// How many threads arrive in a phase of each.
+struct Arrivals {
+    int of[KvStored + 1];
+};
+__host__ __device__ constexpr Arrivals arrivals() {
+    Arrivals a{};
+    a.of[KFull] = 1;   // the loader
+    a.of[KEmpty] = 3;  // the storer and both senders
+    a.of[VFull] = 1;
+    a.of[VEmpty] = kConsumers;
+    a.of[QFull] = 1;
+    a.of[QEmpty] = kConsumers;
+    a.of[DsFull] = kConsumers;
+    a.of[DsEmpty] = kConsumers;
+    a.of[DqFull] = kConsumers / 2;  // one consumer
+    a.of[DqEmpty] = 1;              // its sender
+    a.of[KvDone] = kConsumers;
+    a.of[KvStored] = 1;  // the storer
+    return a;
+}
+
 template <int HS>
 struct Control {
-    static constexpr int Items = Tiles<HS>::Control + 24 * 8;  // int2[2], in the keeping of KFull and KEmpty
     unsigned char* smem;
     uint32_t base;  // the same as an address of shared memory
 
     __device__ void init() const {
-        constexpr int kAll = kConsumers;
-        constexpr int kArrivals[] = {1, 3, 1, kAll, 1, kAll, kAll, kAll, kAll / 2, 1, kAll, 1};  // in that order
-        for (int i = 0; i < 24; i++) mbarrier_init(at(Barrier(i / 2), i), kArrivals[i / 2]);
+        constexpr Arrivals kArrivals = arrivals();
+        for (int i = 0; i < 24; i++) mbarrier_init(at(Barrier(i / 2), i), kArrivals.of[i / 2]);
         fence_mbarrier_init();
     }
     __device__ uint32_t at(Barrier barrier, int n = 0) const {  // n: stage or consumer
         return base + Tiles<HS>::Control + 8 * (2 * barrier + (n & 1));
     }
 
+    // Two stages, in the keeping of KFull and KEmpty.
+    __device__ volatile Item& item_at(int item) const {
+        return reinterpret_cast<volatile Item*>(smem + Tiles<HS>::Items)[item & 1];
+    }
     // Waits for the item's K and says which it is.
-    __device__ int2 wait_item(int item) const {
+    __device__ Item wait_item(int item) const {
         mbarrier_wait(at(KFull, item), item >> 1 & 1);
-        const volatile int* at = reinterpret_cast<const volatile int*>(smem + Items) + 2 * (item & 1);
-        return {at[0], at[1]};
+        const volatile Item& there = item_at(item);
+        return {.k_tile = there.k_tile, .bh = there.bh};
     }
 };
 
@@ -157,15 +182,15 @@ __device__ __forceinline__ void loader(const Args<HS, Y>& args, const Control<HS
     using T = Tiles<HS>;
     for (int item = 0, n = 0;; item++) {
         // Late, so that the longest do not pile up on one block.
-        const int2 next = args.order.item(atomicAdd(args.ticket, 1));
+        const Item next = args.order.item(atomicAdd(args.ticket, 1));
         mbarrier_wait(control.at(KEmpty, item), item >> 1 & 1 ^ 1);
-        volatile int* at = reinterpret_cast<volatile int*>(control.smem + control.Items) + 2 * (item & 1);
-        at[0] = next.x, at[1] = next.y;
-        if (next.x < 0) {
+        volatile Item& at = control.item_at(item);
+        at.k_tile = next.k_tile, at.bh = next.bh;
+        if (next.k_tile < 0) {
             mbarrier_arrive(control.at(KFull, item));
             return;
         }
-        const Work w = args.order.work(next.x, next.y);
+        const Work w = args.order.work(next);
         const int b = w.bh / args.order.NH, h = w.bh % args.order.NH;
         auto load = [&](int to, const CUtensorMap& map, uint32_t barrier, int rows, int t) {
             for (int d = 0; d < HS; d += 64) tma_load_4d(control.base + to + d * rows * 2, &map, barrier, d, h, t, b);
@@ -197,10 +222,10 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
     using T = Tiles<HS>;
     const uint32_t dq_smem = control.base + T::Dq + wg * T::DqBytes / 2;
     for (int item = 0, n = 0;; item++) {
-        const int2 next = control.wait_item(item);
-        if (next.x < 0) return;
+        const Item next = control.wait_item(item);
+        if (next.k_tile < 0) return;
         mbarrier_arrive(control.at(KEmpty, item));
-        Work w = args.order.work(next.x, next.y);
+        Work w = args.order.work(next);
         // Other blocks wait while this thread computes or waits. So it computes before the loop what it can, and asks for
         // the next turn while dQ is on its way.
         const int sums = args.order.sum_index(w.bh, wg), turns = args.order.turn_index(w.bh, wg);
@@ -237,9 +262,9 @@ template <int HS, class Y>
 __device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     for (int item = 0;; item++) {
-        const int2 next = control.wait_item(item);
-        if (next.x < 0) return;
-        const int b = next.y / args.order.NH, h = next.y % args.order.NH, t = next.x * T::Bc;
+        const Item next = control.wait_item(item);
+        if (next.k_tile < 0) return;
+        const int b = next.bh / args.order.NH, h = next.bh % args.order.NH, t = next.k_tile * T::Bc;
         mbarrier_wait(control.at(KvDone), item & 1);
         if constexpr (Args<HS, Y>::kFits) {
             const int dk = std::is_same_v<Y, float> ? T::Ds + T::DsBytes : T::K + (item & 1) * T::KvBytes;
@@ -371,15 +396,16 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     const int row = 64 * wg + 16 * (warp % 4);                                  // the warp's first key in the tile
 
     float s[Br / 8][4];  // Sᵀ, then Pᵀ
-    int2 next;           // the item of s
+    Item next;           // the item of s
     auto wait_item = [&](int item) {
         next = control.wait_item(item);
-        next = {__shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0)};  // uniform
+        next = {.k_tile = __shfl_sync(~0u, next.k_tile, 0),  // uniform
+                .bh = __shfl_sync(~0u, next.bh, 0)};
     };
     // Starts Sᵀ of query tile n. After the last item it multiplies what lies there, and nobody reads the result. Under a
     // condition the compiler would clear s where it does not hold, or serialize all products (C7512).
     auto start_s = [&](int item, int n) {
-        if (next.x >= 0) mbarrier_wait(control.at(QFull, n), n >> 1 & 1);
+        if (next.k_tile >= 0) mbarrier_wait(control.at(QFull, n), n >> 1 & 1);
         multiply<HS>(s, wgmma_descriptor(base + T::K + (item & 1) * T::KvBytes + 64 * wg * 128),
                      wgmma_descriptor(base + T::Q + (n & 1) * T::QBytes));
         wgmma_commit();
@@ -389,8 +415,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     start_s(0, 0);
     wgmma_wait<0>(s);
     if (wg == 1) named_barrier_arrive(kAlternate, kConsumers);  // consumer 0 begins
-    for (int item = 0, n = 0; next.x >= 0; item++) {            // n: query tiles so far
-        Work w = args.order.work(next.x, next.y);
+    for (int item = 0, n = 0; next.k_tile >= 0; item++) {       // n: query tiles so far
+        Work w = args.order.work(next);
         const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes;
         const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
         // dQ is shared out by queries at HS 64, by columns at HS 128: 64 × 64 a warpgroup.
@@ -415,9 +441,10 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
 #pragma unroll 1
         do {
             const uint32_t q_smem = base + T::Q + (n & 1) * T::QBytes, do_smem = base + T::Do + (n & 1) * T::QBytes;
-            // lse and D of this lane's columns 8c and 8c + 1: [4c] and [Br/2 + 4c].
-            const float2* lse_D =
-                reinterpret_cast<const float2*>(control.smem + T::LseD + (n & 1) * T::LseDBytes) + lane % 4;
+            // Of this lane's columns 8c and 8c + 1: [4c].
+            const unsigned char* const lse_D = control.smem + T::LseD + (n & 1) * T::LseDBytes;
+            const float2* const lse_log2 = reinterpret_cast<const float2*>(lse_D) + lane % 4;
+            const float2* const D_of_columns = lse_log2 + Br / 2;
 
             float dp[Br / 8][4];
             multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
@@ -430,7 +457,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             mask<HS>(s, args, w, row);
             uint32_t p[Br / 16][4];  // Pᵀ as A operand
             for (int c = 0; c < Br / 8; c++) {
-                const float2 L = lse_D[4 * c];
+                const float2 L = lse_log2[4 * c];
                 for (int e = 0; e < 4; e++) s[c][e] = exp2_approx(s[c][e] * args.scale_log2 - (e % 2 ? L.y : L.x));
                 p[c / 2][c % 2 * 2] = pack_bf16(s[c][0], s[c][1]);
                 p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
@@ -444,7 +471,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             if (w.left == 1) mbarrier_arrive(control.at(VEmpty));
             uint32_t ds[Br / 16][4];  // dSᵀ as A operand, while dV runs
             for (int c = 0; c < Br / 8; c++) {
-                const float2 D = lse_D[Br / 2 + 4 * c];
+                const float2 D = D_of_columns[4 * c];
                 float x[4];
                 for (int e = 0; e < 4; e++) x[e] = s[c][e] * (dp[c][e] - (e % 2 ? D.y : D.x));
                 ds[c / 2][c % 2 * 2] = pack_bf16(x[0], x[1]);

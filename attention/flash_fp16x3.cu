@@ -22,7 +22,7 @@
 // corrects dQ, and D and lse for dkdv_kernel. A call with some of the keys has lse_rest.
 //
 // Writes: forward out, lse and lse_rest, backward dq, dk and dv (every element).
-// Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
+// Scratch: LseD and P's factor (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0. A NaN or infinity spreads over the tile it is in.
 // Run: ./dev/bench_attention --kernel flash_fp16x3
 #include <cfloat>
@@ -276,7 +276,7 @@ struct BackwardArgs {
     Problem<float> p;
     Heads<const float> dout, out;
     Stats<const float> lse, lse_rest;  // lse_rest is null in a call with all of its rows' keys
-    float2* lse_D;                     // (B, NH, Tq) {log2(e)·lse, D·factor}
+    LseD* lse_D;                       // (B, NH, Tq), of which D has been multiplied by factor
     float* factors;                    // (B, NH, Tq) P's factor, for what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
 };
@@ -457,7 +457,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
             if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
                 const float lse = lse_log2[i][r] + change;
                 const float rest = (lse_log2[i][r] - lse) + change, f = 1.f - kLn2 * rest;
-                args.lse_D[at] = make_float2(lse, D[i][r] * f);
+                args.lse_D[at] = {.lse_log2 = lse, .D = D[i][r] * f};
                 args.factors[at] = f;
             }
         }
@@ -465,6 +465,12 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                    p.Tq - w.tile * Br);
 #endif
 }
+
+// What undoes the scale of a warp's rows.
+struct alignas(8) Units {
+    float k;
+    float v;
+};
 
 template <int HS>
 __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
@@ -502,12 +508,12 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     copy_q(first_tile);
 
     unsigned char* k_rows = smem + warp_row * HS * 2;
-    __shared__ float2 units[kWarps];  // of K and V. The loop leaves no register for them
+    __shared__ Units units[kWarps];  // the loop leaves no register for them
     {
         const float k_unit = keep_rows<HS, Rows, KLo>(k_rows, head_of(p.k, w, HS), p.k.token, first_k(), p.Tk);
         const float v_unit =
             keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, head_of(p.v, w, HS), p.v.token, first_k(), p.Tk);
-        units[threadIdx.x / 32] = {k_unit, v_unit};
+        units[threadIdx.x / 32] = {.k = k_unit, .v = v_unit};
         __syncwarp();
     }
     const PairTile<KLo> k_tile{smem_address(k_rows)}, v_tile = k_tile.at(2 * KLo);
@@ -524,11 +530,13 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
         if (ahead > Br - 1) continue;
         auto step = [&](auto masked) {
             const float q_unit = power_of_two(-q_exponent);
-            const float4* lse_D = reinterpret_cast<const float4*>(lse_D_smem) + (j & 1) * Br / 2;  // two rows each
+            const LseDPair* lse_D =
+                reinterpret_cast<const LseDPair*>(lse_D_smem) + (j & 1) * Br / 2;
             float s[M][Br / 8][4] = {}, dp[M][Br / 8][4] = {};  // transposed: rows are keys
             uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];      // P, then dS
             product_abt<HS, 2>(s, k_tile, q_do.x_tile());
-            const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].x);
+            const float s_unit =
+                fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].k);
             if constexpr (decltype(masked)::value) {  // query i sees key j if i − j ≥ ahead
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++) {
@@ -539,22 +547,22 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
                     }
             }
             for (int n = 0; n < Br / 8; n++) {
-                const float4 c = lse_D[4 * n + lane % 4];  // {lse, D} of this lane's columns e = 0 and 1
+                const LseDPair c = lse_D[4 * n + lane % 4];  // of this lane's columns e = 0 and 1
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++)
-                        s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -(e % 2 ? c.z : c.x)));
+                        s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -c.of[e % 2].lse_log2));
             }
             to_a(hi, lo, s, kPScale);
             add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - 14));
             product_abt<HS, 1>(dp, v_tile, q_do.y_tile());
-            const float dp_unit = units[thread_again() / 32].y * power_of_two(-do_exponent);
+            const float dp_unit = units[thread_again() / 32].v * power_of_two(-do_exponent);
             for (int n = 0; n < Br / 8; n++) {
-                const float4 c = lse_D[4 * n + lane % 4];
+                const LseDPair c = lse_D[4 * n + lane % 4];
                 for (int i = 0; i < M; i++)
                     for (int r = 0; r < 2; r++) {  // P is joined from its halves, because its registers were needed
                         const float2 P = join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
-                        dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.y);
-                        dp[i][n][2 * r + 1] = P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.w);
+                        dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.of[0].D);
+                        dp[i][n][2 * r + 1] = P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.of[1].D);
                     }
             }
             const uint32_t dS_largest = largest_of(dp);
@@ -602,7 +610,7 @@ void forward(const Cuda& dev, const AttentionForward<float>& c) {
 }
 void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     check_size(c);
-    float2* lse_D = static_cast<float2*>(c.scratch);
+    LseD* lse_D = static_cast<LseD*>(c.scratch);
     float* factors = reinterpret_cast<float*>(lse_D + c.s.rows());
     const BackwardArgs args{.p = problem(c),
                             .dout = c.dout,
@@ -636,7 +644,7 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     });
 }
 size_t scratch_bytes(const AttentionShape& s) {
-    return s.rows() * (sizeof(float2) + sizeof(float));
+    return s.rows() * (sizeof(LseD) + sizeof(float));
 }
 
 }  // namespace

@@ -139,7 +139,9 @@ struct Work {
     }
     template <int HS, class X>
     __device__ Heads<X> head(const Heads<X>& x) const {
-        return {x.ptr + b * x.batch + h * HS, x.batch, x.token};
+        Heads<X> head = x;
+        head.ptr += b * x.batch + h * HS;
+        return head;
     }
     template <class A>
     __device__ A* stats(const Stats<A>& x) const {

@@ -262,7 +262,10 @@ struct Stream {
     __device__ __forceinline__ Largest split_tiles(Seen seen, Factor factor) const {
         constexpr int Warps = Threads / 32;
         static_assert(Warps == 4, "four maxima are read at once");
-        __shared__ __align__(16) uint32_t maxima[2][Warps];
+        __shared__ struct {
+            alignas(16) uint32_t x[Warps];
+            alignas(16) uint32_t y[Warps];
+        } maxima;  // the bits of each warp's
         const unsigned thread = thread_again();
         cp_async_wait<0>();
         const float4 *x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread,
@@ -272,11 +275,12 @@ struct Stream {
         seen(x);
         const uint32_t x_max = warp_largest(largest(x)), y_max = warp_largest(largest(y));
         if (thread % 32 == 0) {
-            maxima[0][thread / 32] = x_max;
-            maxima[1][thread / 32] = y_max;
+            maxima.x[thread / 32] = x_max;
+            maxima.y[thread / 32] = y_max;
         }
         __syncthreads();  // the maxima are there, and all have left the last tile
-        const uint4 a = *reinterpret_cast<const uint4*>(maxima[0]), b = *reinterpret_cast<const uint4*>(maxima[1]);
+        const uint4 a = *reinterpret_cast<const uint4*>(maxima.x);
+        const uint4 b = *reinterpret_cast<const uint4*>(maxima.y);
         const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
         store_split<HS, Threads, Lo>(smem, x, factor_for(x_all), thread);
         for (int i = 0; i < Pieces; i++) {

@@ -96,15 +96,31 @@ struct ForwardArgs {
     Stats<float> lse_rest = {};
 };
 
+// What backward knows of a query.
+struct alignas(8) LseD {
+    float lse_log2;  // log2(e)·lse
+    float D;
+};
+// Of the two columns that a lane has side by side in an accumulator.
+struct alignas(16) LseDPair {
+    LseD of[2];
+};
+
 struct Work {
-    int tile, bh, b, h;
+    int tile;
+    int bh;
+    int b;
+    int h;
 };
 // A block takes the tile of a head that has its own number.
 template <class X>
 __device__ __forceinline__ Work work_of(const Problem<X>& p, bool descending) {
     const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
     const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
-    return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
+    return {.tile = descending ? p.tiles - 1 - tile : tile,
+            .bh = bh,
+            .b = bh / p.NH,
+            .h = bh % p.NH};
 }
 // How many tiles of Bc keys the tile'th Br queries see.
 template <int Br, int Bc, class X>

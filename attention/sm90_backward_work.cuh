@@ -18,9 +18,18 @@
 
 #include "attention/launch.h"
 
-// An item is a tile of keys of one head. It walks over the query tiles that see it.
+// A tile of keys of one head.
+struct Item {
+    int k_tile;  // −1: there are no more
+    int bh;
+};
+// An item that walks over the query tiles that see it.
 struct Work {
-    int k_tile, bh, i, step, left;  // i: the next of its `left` query tiles
+    int k_tile;
+    int bh;
+    int i;     // the next query tile
+    int step;  // from one to the next
+    int left;  // how many, with the next
 };
 
 template <int Br, int Bc>  // queries and keys of a tile
@@ -44,25 +53,32 @@ struct Order {
         sums = std::min<size_t>(std::min(heads, 3 * most) * size_t(q_tiles), std::max(3 * group_tiles, 6 * q_tiles));
     }
 
-    // The item of a ticket, {key tile, head}, or {−1, −1} if there are no more. Groups of heads go one after the other,
-    // from the last heads to the first. Within a group all heads have one key tile, then all have the next.
-    __device__ __forceinline__ int2 item(int ticket) const {
+    // The item of a ticket. Groups of heads go one after the other, from the last heads to the
+    // first. Within a group all heads have one key tile, then all have the next.
+    __device__ __forceinline__ Item item(int ticket) const {
         const int later = heads * k_tiles - 1 - ticket;  // tickets after this one
-        if (later < 0) return {-1, -1};
-        const int of_group = group * k_tiles, first = later / of_group * group;
-        const int size = min(group, heads - first), step = later % of_group / size;
-        const int bh = first + later % of_group % size;
-        return {walks_forward(bh) ? step : k_tiles - 1 - step, bh};
+        if (later < 0) return {.k_tile = -1, .bh = -1};
+        const int items_of_group = group * k_tiles;
+        const int first = later / items_of_group * group;  // the group's first head
+        const int size = min(group, heads - first);        // the last group may be smaller
+        const int i = later % items_of_group;
+        const int step = i / size;
+        const int bh = first + i % size;
+        return {.k_tile = walks_forward(bh) ? step : k_tiles - 1 - step, .bh = bh};
     }
     // A head's direction depends on its own number and the shape alone, because it decides in which order dQ, dK and dV
     // are added up. Without a mask all walk back.
     __device__ __forceinline__ bool walks_forward(int bh) const {
         return masked && (group == 1 ? bh % NH % period > 0 : bh >= group);
     }
-    __device__ __forceinline__ Work work(int k_tile, int bh) const {
-        const int first = max(0, k_tile * Bc - shift) / Br;
-        const bool forward = walks_forward(bh);
-        return {k_tile, bh, forward ? first : q_tiles - 1, forward ? 1 : -1, q_tiles - first};
+    __device__ __forceinline__ Work work(Item item) const {
+        const int first = max(0, item.k_tile * Bc - shift) / Br;
+        const bool forward = walks_forward(item.bh);
+        return {.k_tile = item.k_tile,
+                .bh = item.bh,
+                .i = forward ? first : q_tiles - 1,
+                .step = forward ? 1 : -1,
+                .left = q_tiles - first};
     }
     // The last key tile that query tile i sees.
     __device__ __forceinline__ int last_k_tile(int i) const {
