@@ -509,14 +509,14 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     p.items = static_cast<int>(items);
     p.counter = launches++ % kCounters;
 
-    const CUtensorMap q_map = tensor_map("q", c.q, s.B, s.Tq, s.NH, HS, 64),
-                      k_map = tensor_map("k", c.k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
-                      v_map = tensor_map("v", c.v, s.B, s.Tk, s.NH, HS, Tiles::Bc);
+    const CUtensorMap q_map = tensor_map("q", c.q, s.queries(), 64);
+    const CUtensorMap k_map = tensor_map("k", c.k, s.keys(), Tiles::Bc);
+    const CUtensorMap v_map = tensor_map("v", c.v, s.keys(), Tiles::Bc);
     CUtensorMap out_map = q_map;
     if constexpr (std::is_same_v<Y, float>)
         p.out = c.out;
     else
-        out_map = tensor_map("out", c.out, s.B, s.Tq, s.NH, HS, 64);
+        out_map = tensor_map("out", c.out, s.queries(), 64);
     const auto kernel = forward_kernel<HS, Y>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
     kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,

@@ -579,13 +579,13 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     if (tiles > INT_MAX / 4)
         throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
     char* at = static_cast<char*>(c.scratch);
-    Args<HS, Y> args{.q = tensor_map("q", c.q, s.B, s.Tq, s.NH, HS, Br),
-                     .k = tensor_map("k", c.k, s.B, s.Tk, s.NH, HS, Bc),
-                     .v = tensor_map("v", c.v, s.B, s.Tk, s.NH, HS, Bc),
-                     .dout = tensor_map("dout", c.dout, s.B, s.Tq, s.NH, HS, Br),
-                     .dq = tensor_map("dq", c.dq, s.B, s.Tq, s.NH, HS, 64),
-                     .dk = tensor_map("dk", c.dk, s.B, s.Tk, s.NH, HS, Bc),
-                     .dv = tensor_map("dv", c.dv, s.B, s.Tk, s.NH, HS, Bc),
+    Args<HS, Y> args{.q = tensor_map("q", c.q, s.queries(), Br),
+                     .k = tensor_map("k", c.k, s.keys(), Bc),
+                     .v = tensor_map("v", c.v, s.keys(), Bc),
+                     .dout = tensor_map("dout", c.dout, s.queries(), Br),
+                     .dq = tensor_map("dq", c.dq, s.queries(), 64),
+                     .dk = tensor_map("dk", c.dk, s.keys(), Bc),
+                     .dv = tensor_map("dv", c.dv, s.keys(), Bc),
                      .dk_rows = c.dk,
                      .dv_rows = c.dv,
                      .order = order,

@@ -183,9 +183,9 @@ constexpr char kName[] = "flash_wgmma";
 template <int HS>
 void launch(const Cuda& dev, const Args& args) {
     const AttentionShape& s = args.s;
-    const CUtensorMap q_map = tensor_map("q", args.q, s.B, s.Tq, s.NH, HS, Br),
-                      k_map = tensor_map("k", args.k, s.B, s.Tk, s.NH, HS, Bc),
-                      v_map = tensor_map("v", args.v, s.B, s.Tk, s.NH, HS, Bc);
+    const CUtensorMap q_map = tensor_map("q", args.q, s.queries(), Br);
+    const CUtensorMap k_map = tensor_map("k", args.k, s.keys(), Bc);
+    const CUtensorMap v_map = tensor_map("v", args.v, s.keys(), Bc);
     const size_t blocks = static_cast<size_t>(args.heads) * ceil_div(s.Tq, Br);
     if (blocks > INT_MAX) throw Error(format("%s: %zu tiles are too many: use a smaller batch", kName, blocks));
     constexpr int kSmem = Smem<HS>::Bytes;

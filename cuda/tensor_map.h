@@ -19,18 +19,20 @@ inline auto tensor_map_encoder() {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
-// Describes x (B, T, NH, HS), 16-bit or fp32, for copies of boxes with coordinates (d, h, t, b). A box is 128 bytes of one
-// head by `rows` tokens of one sequence. Its rows in shared memory are in the 128-byte swizzle, where 16-byte
-// chunk c of row r lies at c ^ (r % 8). Each sequence ends at T, so a box that reaches past it reads zeros and not the
-// next sequence's rows. Throws Error if the driver refuses.
+// Describes x, 16-bit or fp32, for copies of boxes with coordinates (d, h, t, b). A box is 128 bytes
+// of one head by `rows` tokens of one sequence. Its rows in shared memory are in the 128-byte
+// swizzle, where 16-byte chunk c of row r lies at c ^ (r % 8). Each sequence ends at T, so a box
+// that reaches past it reads zeros and not the next sequence's rows. Throws Error if the driver
+// refuses.
 template <class X>
-CUtensorMap tensor_map(const char* name, const Heads<X>& x, int B, int T, int NH, int HS, int rows) {
+CUtensorMap tensor_map(const char* name, const Heads<X>& x, const HeadsShape& s, int rows) {
     // TMA moves bits, so it need not know whether they are bf16 or fp16.
     constexpr auto kType = sizeof(X) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     static const auto encode = tensor_map_encoder();
     CUtensorMap map;
-    const cuuint64_t dims[4] = {cuuint64_t(HS), cuuint64_t(NH), cuuint64_t(T), cuuint64_t(B)};
-    const cuuint64_t strides[3] = {HS * sizeof(X), x.token * sizeof(X), x.batch * sizeof(X)};
+    const cuuint64_t dims[4] = {cuuint64_t(s.HS), cuuint64_t(s.heads), cuuint64_t(s.T),
+                                cuuint64_t(s.B)};
+    const cuuint64_t strides[3] = {s.HS * sizeof(X), x.token * sizeof(X), x.batch * sizeof(X)};
     const cuuint32_t box[4] = {128 / sizeof(X), 1, cuuint32_t(rows), 1}, step[4] = {1, 1, 1, 1};
     const CUresult status = encode(&map, kType, 4, const_cast<std::remove_const_t<X>*>(x.ptr), dims, strides, box, step,
                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -39,6 +41,7 @@ CUtensorMap tensor_map(const char* name, const Heads<X>& x, int B, int T, int NH
         throw Error(
             format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH %d, HS %d, "
                    "strides %zu and %zu elements, address %p",
-                   name, int(status), B, T, NH, HS, x.batch, x.token, static_cast<const void*>(x.ptr)));
+                   name, int(status), s.B, s.T, s.heads, s.HS, x.batch, x.token,
+                   static_cast<const void*>(x.ptr)));
     return map;
 }

@@ -48,8 +48,9 @@ struct Matrix {
 CUtensorMap matrix_map(const char* name, const Matrix& m, int box_rows) {
     const Heads<const bf16> panels = {
         .ptr = m.x, .batch = m.rows * m.columns, .token = static_cast<size_t>(m.columns)};
-    return tensor_map(name, panels, /*B=*/1, /*T=*/static_cast<int>(m.rows), /*NH=*/m.columns / 64,
-                      /*HS=*/64, box_rows);
+    const HeadsShape shape = {
+        .B = 1, .T = static_cast<int>(m.rows), .heads = m.columns / 64, .HS = 64};
+    return tensor_map(name, panels, shape, box_rows);
 }
 
 // The operands of a product as they are in memory: A (N,K), and B (OC,K), or (K,OC) backward.
