@@ -77,7 +77,8 @@ struct Bench {
     }
     template <class Through>
     Passes time_ring(Through& through) const {
-        Ring<Cuda, bf16, Through> ring(dev, comm.rank, N, 1, tokens / 2, NH, HS);
+        const AttentionShape own = {.B = 1, .Tq = tokens, .Tk = tokens, .NH = NH, .HS = HS};
+        Ring<Cuda, bf16, Through> ring(dev, {.rank = comm.rank, .ranks = N}, own);
         const DeviceMemory memory = random_memory(dev, ring.bytes());
         ring.start(memory.get(), &through);
         return time(ring, tokens);
