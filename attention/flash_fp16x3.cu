@@ -302,7 +302,8 @@ __device__ __forceinline__ RowError error_of_row(float dS, uint32_t P) {
         dS += __shfl_xor_sync(~0u, dS, lanes);
         P += __shfl_xor_sync(~0u, P, lanes);
     }
-    return {dS, static_cast<float>(static_cast<int>(P - (1u << 30))) * 0x1p-30f};
+    const int excess = static_cast<int>(P - (1u << 30));
+    return {.dS = dS, .P = static_cast<float>(excess) * 0x1p-30f};
 }
 
 // Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. O lies where Q will

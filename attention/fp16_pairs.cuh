@@ -289,7 +289,7 @@ struct Stream {
             y[i].x *= f, y[i].y *= f, y[i].z *= f, y[i].w *= f;
         }
         store_split<HS, Threads, Lo>(smem + Pair, y, factor_for(y_all), thread);
-        return {x_all, y_all};
+        return {.x = x_all, .y = y_all};
     }
     __device__ __forceinline__ Largest split_tiles() const {
         return split_tiles([](const auto&) {}, [](int) { return 1.f; });
