@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
 
     Softmax s = softmax_of_columns<V>(x, vocab);
     const float m = block_max(s.m);
-    s = {m, block_sum(s.l * exp2_approx(s.m - m))};
+    s = {.m = m, .l = block_sum(s.l * exp2_approx(s.m - m))};
     if (threadIdx.x == 0) losses[row] = s.loss(x_target);
     if (dloss == 0.f) return;
 

@@ -32,18 +32,61 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerSM = 6;  // of the kernel that walks over chunks, about as many as its registers allow
 
-// Where the parts of a plan begin, in ints. A token with n > kEncoderChunk positions has ⌈n/kEncoderChunk⌉ chunks. That
-// is most, relative to n, for n = kEncoderChunk + 1, which has two chunks. The bounds below follow.
+// Where the parts of a plan begin, in ints. A token with n > kEncoderChunk positions has
+// ⌈n/kEncoderChunk⌉ chunks. That is most, relative to n, for n = kEncoderChunk + 1, which has two
+// chunks. The bounds below follow.
 struct PlanLayout {
-    size_t max_chunks, max_multi, max_partials;
-    size_t order, begin, dest, multi, ints;
+    size_t max_chunks;
+    size_t max_multis;
+    size_t max_partials;
+    size_t order;  // (N)           positions, sorted by token
+    size_t begin;  // (chunks + 1)  chunk c is order[begin[c] .. begin[c + 1])
+    size_t dest;   // (chunks)      the token whose only chunk it is, or row_in_scratch()
+    size_t multi;  // (multis, 3)   of a token with several chunks: a Multi
+    size_t ints;
+
     explicit PlanLayout(size_t N)
-        : max_chunks(N), max_multi(N / (kEncoderChunk + 1)), max_partials(2 * N / (kEncoderChunk + 1)) {
-        order = 2;                      // plan[0] chunks, and plan[1] tokens with several chunks
-        begin = order + N;              // (chunks + 1)  chunk c is order[begin[c] .. begin[c + 1])
-        dest = begin + max_chunks + 1;  // (chunks)      the token whose only chunk it is, or −1 − its row in scratch
-        multi = dest + max_chunks;      // (multi, 3)    token, its first row in scratch, and one past its last
-        ints = multi + 3 * max_multi;
+        : max_chunks(N),
+          max_multis(N / (kEncoderChunk + 1)),
+          max_partials(2 * N / (kEncoderChunk + 1)) {
+        order = 2;  // behind the numbers of chunks and multis
+        begin = order + N;
+        dest = begin + max_chunks + 1;
+        multi = dest + max_chunks;
+        ints = multi + 3 * max_multis;
+    }
+};
+
+// The dest of a chunk whose sum goes to row x of scratch, because its token has several chunks. The
+// row of such a dest, too.
+__host__ __device__ inline int row_in_scratch(int x) {
+    return -1 - x;
+}
+
+// A plan, by the names of its parts. Kernels only read it: their Int is const.
+template <class Int>
+struct EncoderPlan {
+    struct Multi {
+        Int& token;
+        Int& first_row;  // in scratch
+        Int& end_row;    // one past its last
+    };
+
+    Int* ints;
+    PlanLayout at;
+
+    __host__ __device__ Int& chunks() const { return ints[0]; }
+    __host__ __device__ Int& multis() const { return ints[1]; }
+    __host__ __device__ Int* order() const { return ints + at.order; }
+    __host__ __device__ Int& begin(int chunk) const { return ints[at.begin + chunk]; }
+    __host__ __device__ Int& end(int chunk) const { return ints[at.begin + chunk + 1]; }
+    __host__ __device__ Int& dest(int chunk) const { return ints[at.dest + chunk]; }
+    __host__ __device__ Int* positions(int chunk) const {  // from begin to end in order
+        return ints + at.order + ints[at.begin + chunk];
+    }
+    __host__ __device__ Multi multi(int m) const {
+        Int* const entry = ints + at.multi + 3 * size_t(m);
+        return {.token = entry[0], .first_row = entry[1], .end_row = entry[2]};
     }
 };
 
@@ -86,46 +129,52 @@ __global__ void __launch_bounds__(kThreads)
 // Pass 1. Blocks walk over chunks, and a thread owns V columns.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
-    token_backward_kernel(float* __restrict__ dwte, float* __restrict__ partials, const X* __restrict__ dout,
-                          const int* __restrict__ plan, PlanLayout at, int C) {
-    const int num_chunks = plan[0];
+    token_backward_kernel(float* __restrict__ dwte, float* __restrict__ partials,
+                          const X* __restrict__ dout, const int* __restrict__ plan_ints,
+                          PlanLayout at, int C) {
+    const EncoderPlan<const int> plan = {.ints = plan_ints, .at = at};
+    const int num_chunks = plan.chunks();
     for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-        const int* order = plan + at.order + plan[at.begin + chunk];
-        const int count = plan[at.begin + chunk + 1] - plan[at.begin + chunk];
-        const int dest = plan[at.dest + chunk];
+        const int* positions = plan.positions(chunk);
+        const int count = plan.end(chunk) - plan.begin(chunk);
+        const int dest = plan.dest(chunk);
         for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
             // dwte is loaded before it is needed, so that it does not wait behind the sum.
             Vec<float, V> total = {}, sum = {};
             if (dest >= 0) total = load<V>(dwte + size_t(dest) * C + c);
 #pragma unroll 4
             for (int p = 0; p < count; p++) {
-                const auto dy = load<V>(dout + size_t(order[p]) * C + c);
+                const auto dy = load<V>(dout + size_t(positions[p]) * C + c);
                 for (int k = 0; k < V; k++) sum.x[k] += dy[k];
             }
             for (int k = 0; k < V; k++) total.x[k] += sum[k];
             if (dest >= 0)
                 store(dwte + size_t(dest) * C + c, total);
             else
-                store(partials + size_t(-1 - dest) * C + c, total);
+                store(partials + size_t(row_in_scratch(dest)) * C + c, total);
         }
     }
 }
 
 // Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, then warp 0 adds the sums.
 __global__ void __launch_bounds__(kThreads)
-    token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials, const int* __restrict__ plan,
-                          PlanLayout at, int C) {
+    token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials,
+                          const int* __restrict__ plan_ints, PlanLayout at, int C) {
     __shared__ float sum_smem[kWarps][kWarp];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int c = blockIdx.y * kWarp + lane;
-    const int num_multi = plan[1];
-    for (int m = blockIdx.x; m < num_multi; m += gridDim.x) {
-        const int* entry = plan + at.multi + 3 * size_t(m);
-        const int token = entry[0], first = entry[1], last = entry[2];
+    const EncoderPlan<const int> plan = {.ints = plan_ints, .at = at};
+    const int num_multis = plan.multis();
+    for (int m = blockIdx.x; m < num_multis; m += gridDim.x) {
+        const auto multi = plan.multi(m);
+        const int token = multi.token;
+        const int first = multi.first_row;
+        const int end = multi.end_row;
         float sum = 0.f;
         if (c < C)
 #pragma unroll 8
-            for (int p = first + warp; p < last; p += kWarps) sum += partials[size_t(p) * C + c];
+            for (int p = first + warp; p < end; p += kWarps)
+                sum += partials[size_t(p) * C + c];
         sum_smem[warp][lane] = sum;
         __syncthreads();
         if (warp == 0 && c < C) {
@@ -159,9 +208,8 @@ size_t encoder_plan_ints(const Cuda&, size_t N) {
     return PlanLayout(N).ints;
 }
 
-void encoder_plan(const Cuda&, int* plan, const int* tokens, size_t N) {
-    const PlanLayout at(N);
-    int *order = plan + at.order, *begin = plan + at.begin, *dest = plan + at.dest, *multi = plan + at.multi;
+void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
+    const EncoderPlan<int> plan = {.ints = ints, .at = PlanLayout(N)};
 
     // A counting sort. first_of[v] is where token v's positions begin.
     int V = 0;
@@ -174,25 +222,38 @@ void encoder_plan(const Cuda&, int* plan, const int* tokens, size_t N) {
     for (size_t i = 0; i < N; i++) first_of[tokens[i] + 1]++;
     for (int v = 0; v < V; v++) first_of[v + 1] += first_of[v];
     std::vector<int> next(first_of);
-    for (size_t i = 0; i < N; i++) order[next[tokens[i]]++] = static_cast<int>(i);
+    for (size_t i = 0; i < N; i++) {
+        const int v = tokens[i];
+        plan.order()[next[v]] = static_cast<int>(i);
+        next[v]++;
+    }
 
-    int chunks = 0, multis = 0, partials = 0;
+    int chunks = 0;
+    int multis = 0;
+    int rows = 0;  // of scratch
     for (int v = 0; v < V; v++) {
-        const int first = first_of[v], last = first_of[v + 1];
-        const bool several = last - first > kEncoderChunk;
-        const int first_partial = partials;
-        for (int p = first; p < last; p += kEncoderChunk) {
-            begin[chunks] = p;
-            dest[chunks++] = several ? -1 - partials++ : v;
+        const int first = first_of[v];
+        const int end = first_of[v + 1];
+        const bool several = end - first > kEncoderChunk;
+        const int first_row = rows;
+        for (int p = first; p < end; p += kEncoderChunk) {
+            plan.begin(chunks) = p;
+            plan.dest(chunks) = several ? row_in_scratch(rows) : v;
+            chunks++;
+            if (several)
+                rows++;
         }
         if (several) {
-            int* entry = multi + 3 * multis++;
-            entry[0] = v, entry[1] = first_partial, entry[2] = partials;
+            const auto multi = plan.multi(multis);
+            multi.token = v;
+            multi.first_row = first_row;
+            multi.end_row = rows;
+            multis++;
         }
     }
-    begin[chunks] = static_cast<int>(N);
-    plan[0] = chunks;
-    plan[1] = multis;
+    plan.begin(chunks) = static_cast<int>(N);
+    plan.chunks() = chunks;
+    plan.multis() = multis;
 }
 
 template <class X>
@@ -216,8 +277,10 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
         dwte, partials, dout, plan, at, C);
     LAUNCH_CHECK("token_backward_kernel");
 
-    if (at.max_multi == 0) return;
-    const dim3 grid(static_cast<unsigned>(std::min<size_t>(at.max_multi, dev.num_sms)), ceil_div(C, kWarp));
+    if (at.max_multis == 0)
+        return;
+    const dim3 grid(static_cast<unsigned>(std::min<size_t>(at.max_multis, dev.num_sms)),
+                    ceil_div(C, kWarp));
     token_partials_kernel<<<grid, kThreads, 0, dev.stream>>>(dwte, partials, plan, at, C);
     LAUNCH_CHECK("token_partials_kernel");
 }

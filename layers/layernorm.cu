@@ -101,7 +101,21 @@ constexpr int kBackwardColumns = 8;         // of a thread
 constexpr int kBackwardThreadsPerSM = 896;  // what 72 registers a thread allow
 constexpr int kFewThreads = 128;            // of a block for rows up to 1024. Longer ones make do with 64 registers
 
-// partials (gridDim, 3, C) gets each block's sums of dout∘n, dout and dinp over its rows.
+// What backward sums over all rows. partials (gridDim, kSums, C) gets each block's sums in this
+// order, which is also that of add_partials' outputs.
+enum ColumnSum {
+    kDweight,  // of dout∘n
+    kDbias,    // of dout
+    kDinpSum,  // of dinp
+    kSums
+};
+
+// What backward sums over a row.
+struct alignas(8) RowSums {
+    float g;
+    float gn;  // of g∘n
+};
+
 template <class X, int V, int MaxThreads>
 __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackwardThreadsPerSM / MaxThreads : 1)
     layernorm_backward_kernel(X* dinp, float* partials, const X* __restrict__ dout, const X* __restrict__ inp,
@@ -109,7 +123,7 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
                               const float* __restrict__ rstd, size_t N, int C) {
     constexpr int K = kBackwardColumns / V;  // vectors a thread owns, columns (k·blockDim + thread)·V …
     // With two buffers one barrier a row is enough, because a warp that is a row ahead writes the other one.
-    __shared__ float2 sums_smem[2][kWarp];
+    __shared__ RowSums sums_smem[2][kWarp];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const float inverse_C = 1.f / C;
 
@@ -144,11 +158,16 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
             }
         }
         sum_g = warp_sum(sum_g), sum_gn = warp_sum(sum_gn);
-        if (lane == 0) sums_smem[buffer][warp] = make_float2(sum_g, sum_gn);
+        if (lane == 0)
+            sums_smem[buffer][warp] = {.g = sum_g, .gn = sum_gn};
         __syncthreads();
         float mean_g = 0.f, mean_gn = 0.f;
-        for (int i = 0; i < warps; i++) mean_g += sums_smem[buffer][i].x, mean_gn += sums_smem[buffer][i].y;
-        mean_g *= inverse_C, mean_gn *= inverse_C;
+        for (int i = 0; i < warps; i++) {
+            mean_g += sums_smem[buffer][i].g;
+            mean_gn += sums_smem[buffer][i].gn;
+        }
+        mean_g *= inverse_C;
+        mean_gn *= inverse_C;
         buffer ^= 1;
 
         // Computing n and g once more is cheaper than the registers to keep them. In short rows g and mean(g) cancel,
@@ -167,12 +186,12 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
         }
     }
 
-    float* partial = partials + static_cast<size_t>(blockIdx.x) * 3 * C;
+    float* partial = partials + static_cast<size_t>(blockIdx.x) * kSums * C;
     for (int k = 0; k < K; k++) {
         if (column[k] >= C) continue;
-        store(partial + column[k], dweight[k]);
-        store(partial + C + column[k], dbias[k]);
-        store(partial + 2 * C + column[k], dsum[k]);
+        store(partial + kDweight * C + column[k], dweight[k]);
+        store(partial + kDbias * C + column[k], dbias[k]);
+        store(partial + kDinpSum * C + column[k], dsum[k]);
     }
 }
 
@@ -181,6 +200,7 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
 template <int C>
 constexpr int kRowWarps = C > 1024 ? 8 : (C > 768 ? 12 : 16);
 constexpr int kRowStages = 2;
+enum RowOfStage { kDout, kInp, kDinp, kRows };  // of C bf16 each
 
 template <int C>
 __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
@@ -188,20 +208,24 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
                                    const float* __restrict__ mean, const float* __restrict__ rstd, size_t N) {
 #if __CUDA_ARCH__ >= 900
     constexpr int V = 8, K = ceil_div(C, kWarp * V), W = kRowWarps<C>;
-    extern __shared__ uint4 ring_smem[];  // [W][kRowStages][3: dout, inp, dinp][C] of bf16, in the end (W, 3, C) floats
+    // [W][kRowStages][kRows][C] of bf16, and in the end [W][kSums][C] of float
+    extern __shared__ uint4 ring_smem[];
     __shared__ alignas(16) bf16 weight_smem[C];  // no registers for it, dout and inp, so each is read twice
     __shared__ uint64_t full_smem[W][kRowStages];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const size_t stride = size_t{gridDim.x} * W;
-    bf16* const ring = reinterpret_cast<bf16*>(ring_smem) + static_cast<size_t>(warp) * kRowStages * 3 * C;
+    bf16* const ring =
+        reinterpret_cast<bf16*>(ring_smem) + static_cast<size_t>(warp) * kRowStages * kRows * C;
     const auto fetch = [&](size_t turn, int stage) {
         if (lane > 0 || turn >= N) return;
         const size_t row = row_of_turn(turn, N);
-        const uint32_t full = smem_address(&full_smem[warp][stage]), to = smem_address(ring + stage * 3 * C);
-        mbarrier_arrive_expect(full, 3 * C * sizeof(bf16));
-        bulk_load(to, dout + row * C, C * sizeof(bf16), full);
-        bulk_load(to + C * sizeof(bf16), inp + row * C, C * sizeof(bf16), full);
-        bulk_load(to + 2 * C * sizeof(bf16), dinp + row * C, C * sizeof(bf16), full);
+        const uint32_t full = smem_address(&full_smem[warp][stage]);
+        const uint32_t to = smem_address(ring + stage * kRows * C);
+        constexpr int kBytes = C * sizeof(bf16);
+        mbarrier_arrive_expect(full, kRows * kBytes);
+        bulk_load(to + kDout * kBytes, dout + row * C, kBytes, full);
+        bulk_load(to + kInp * kBytes, inp + row * C, kBytes, full);
+        bulk_load(to + kDinp * kBytes, dinp + row * C, kBytes, full);
     };
 
     size_t turn = static_cast<size_t>(blockIdx.x) * W + warp;
@@ -220,15 +244,16 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
         const size_t row = row_of_turn(turn, N);
         float next_m = 0.f, next_s = 0.f;
         if (turn + stride < N) next_m = mean[row - stride], next_s = rstd[row - stride];
-        const bf16* const dy_smem = ring + stage * 3 * C + lane * V;
+        const bf16* const stage_smem = ring + stage * kRows * C + lane * V;
         mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
 
         float sum_g = 0.f, sum_gn = 0.f;
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
             if (c >= C) continue;
-            const auto dy = load<V>(dy_smem + k * kWarp * V), w = load<V>(weight_smem + c),
-                       x = load<V>(dy_smem + C + k * kWarp * V);
+            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
+            const auto w = load<V>(weight_smem + c);
+            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
             for (int i = 0; i < V; i++) {
                 const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
                 sum_g += g;
@@ -242,8 +267,10 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
             if (c >= C) continue;
-            const auto dy = load<V>(dy_smem + k * kWarp * V), w = load<V>(weight_smem + c),
-                       x = load<V>(dy_smem + C + k * kWarp * V), old = load<V>(dy_smem + 2 * C + k * kWarp * V);
+            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
+            const auto w = load<V>(weight_smem + c);
+            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
+            const auto old = load<V>(stage_smem + kDinp * C + k * kWarp * V);
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
                 const float g = __fmul_rn(w[i], dy[i]);
@@ -262,18 +289,19 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     // Adds the warps' sums in order.
     __syncthreads();
     float* const sums_smem = reinterpret_cast<float*>(ring_smem);
-    float* const mine = sums_smem + static_cast<size_t>(warp) * 3 * C + lane * V;
+    float* const mine = sums_smem + static_cast<size_t>(warp) * kSums * C + lane * V;
     for (int k = 0; k < K; k++)
         for (int i = 0; i < V && (k * kWarp + lane) * V < C; i++) {
-            mine[k * kWarp * V + i] = dweight[k][i];
-            mine[C + k * kWarp * V + i] = dbias[k][i];
-            mine[2 * C + k * kWarp * V + i] = dsum[k][i];
+            mine[kDweight * C + k * kWarp * V + i] = dweight[k][i];
+            mine[kDbias * C + k * kWarp * V + i] = dbias[k][i];
+            mine[kDinpSum * C + k * kWarp * V + i] = dsum[k][i];
         }
     __syncthreads();
-    for (int c = threadIdx.x; c < 3 * C; c += W * kWarp) {
+    for (int c = threadIdx.x; c < kSums * C; c += W * kWarp) {
         float sum = 0.f;
-        for (int v = 0; v < W; v++) sum += sums_smem[static_cast<size_t>(v) * 3 * C + c];
-        partials[static_cast<size_t>(blockIdx.x) * 3 * C + c] = sum;
+        for (int v = 0; v < W; v++)
+            sum += sums_smem[static_cast<size_t>(v) * kSums * C + c];
+        partials[static_cast<size_t>(blockIdx.x) * kSums * C + c] = sum;
     }
 #endif
 }
@@ -321,7 +349,7 @@ static int backward_blocks(const Cuda& dev, int C) {
 
 size_t layernorm_scratch_bytes(const Cuda& dev, int C) {
     check_channels(C);
-    return static_cast<size_t>(backward_blocks(dev, C)) * 3 * C * sizeof(float);
+    return static_cast<size_t>(backward_blocks(dev, C)) * kSums * C * sizeof(float);
 }
 
 template <class X>
@@ -333,7 +361,8 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
     float* partials = static_cast<float*>(scratch);
     if constexpr (std::is_same_v<X, bf16>) {
         const auto launch = [&](auto size) {
-            constexpr int warps = kRowWarps<size>, smem = warps * kRowStages * 3 * size * sizeof(bf16);
+            constexpr int warps = kRowWarps<size>;
+            constexpr int smem = warps * kRowStages * kRows * size * sizeof(bf16);
             const auto kernel = layernorm_backward_rows_kernel<size>;
             CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
             const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, (N - 1) / warps + 1));

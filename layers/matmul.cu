@@ -70,6 +70,18 @@ int alignment(const void* p) {
     return static_cast<int>(std::min<uintptr_t>(bits & ~(bits - 1), 256));
 }
 
+cublasLtEpilogue_t library_epilogue(Epilogue epilogue) {
+    switch (epilogue) {
+        case Epilogue::none:
+            break;
+        case Epilogue::bias:
+            return CUBLASLT_EPILOGUE_BIAS;
+        case Epilogue::bias_gelu:
+            return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    }
+    return CUBLASLT_EPILOGUE_DEFAULT;
+}
+
 constexpr int kCandidates = 8;
 
 MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& o) {
@@ -78,14 +90,12 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
     const auto layout = [](cublasLtMatrixLayoutOpaque_t* m, cudaDataType_t t, size_t rows, size_t cols) {
         CUBLAS_CHECK(cublasLtMatrixLayoutInit(m, t, rows, cols, static_cast<int64_t>(rows)));
     };
-    constexpr cublasLtEpilogue_t kEpilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
-                                                 CUBLASLT_EPILOGUE_GELU_AUX_BIAS};
     MatmulPlan plan;
     CUBLAS_CHECK(cublasLtMatmulDescInit(&plan.operation, key.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
                                         CUDA_R_32F));
     plan.set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     plan.set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-    plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, kEpilogues[static_cast<int>(p.epilogue)]);
+    plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(p.epilogue));
     if (o.pre) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
     plan.point_to(o);
     if (p.transpose_a)

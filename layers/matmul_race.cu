@@ -10,6 +10,8 @@ namespace {
 
 constexpr double kRaceFlops = 1e9;  // smaller products are not worth it
 constexpr int kThreads = 256;
+constexpr int kRounds = 5;  // of the clock
+constexpr int kMedian = kRounds / 2;
 
 template <class X>
 __global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool second) {
@@ -27,6 +29,21 @@ __global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int s
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+
+// What an algorithm makes of its operands: checksums.
+struct Outcome {
+    bool ran = false;
+    uint64_t d = 0;
+    uint64_t pre = 0;
+
+    bool operator==(const Outcome&) const = default;
+};
+struct Outcomes {
+    Outcome written;  // by beta = 0
+    Outcome added;    // by beta = 1
+
+    bool operator==(const Outcomes&) const = default;
+};
 
 // Milliseconds that three runs take.
 template <class F>
@@ -84,17 +101,21 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     MatmulOperands hostile = own;
     hostile.a = memory, hostile.b = memory + b_at, hostile.c = nullptr;  // the same in every process
 
-    // Checksums of what algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those that
-    // split K may add D before their parts or behind them.
+    // What algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those
+    // that split K may add D before their parts or behind them.
     const auto outcome = [&](int i, const MatmulOperands& x) {
-        std::vector<uint64_t> sums;
+        const auto product = [&](bool accumulate) {
+            Outcome made;
+            made.ran = run(i, x, accumulate);
+            made.d = sum(x.d, d_bytes);
+            if (x.pre)
+                made.pre = sum(x.pre, pre_bytes);
+            return made;
+        };
         dev.zero(x.d, d_bytes);  // nobody is judged by what another left there
-        for (const bool accumulate : {false, true}) {
-            sums.push_back(run(i, x, accumulate));
-            sums.push_back(sum(x.d, d_bytes));
-            if (x.pre) sums.push_back(sum(x.pre, pre_bytes));
-        }
-        return sums;
+        const Outcome written = product(false);
+        const Outcome added = product(true);
+        return Outcomes{.written = written, .added = added};
     };
     std::vector<int>& equal = result.equal;
     for (int i = 1; i < count; i++) equal.push_back(i);
@@ -115,17 +136,18 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
                           .k_inner = !p.transpose_b});
         }
         const MatmulOperands& x = hostile_set ? hostile : own;
-        const auto expected = outcome(0, x);
+        const Outcomes expected = outcome(0, x);
         equal.erase(std::remove_if(equal.begin() + 1, equal.end(), [&](int i) { return outcome(i, x) != expected; }),
                     equal.end());
     }
     // They take turns, because the GPU slows down while it gets warm. The median of a candidate's times counts.
-    std::vector<std::array<float, 5>> times(equal.size());
-    for (int round = 0; round < 5 && equal.size() > 1; round++)
+    std::vector<std::array<float, kRounds>> times(equal.size());
+    for (int round = 0; round < kRounds && equal.size() > 1; round++)
         for (size_t k = 0; k < equal.size(); k++)
             times[k][round] = time_of(dev, [&] { run(equal[k], own, p.accumulate); });
     for (auto& t : times) std::sort(t.begin(), t.end());
-    const auto fastest = std::min_element(times.begin(), times.end(), [](auto& a, auto& b) { return a[2] < b[2]; });
+    const auto fastest = std::min_element(times.begin(), times.end(),
+                                          [](auto& a, auto& b) { return a[kMedian] < b[kMedian]; });
     result.fastest = equal[fastest - times.begin()];
     dev.free(memory);
     return result;

@@ -328,9 +328,17 @@ static void axpy(X* y, X alpha, const X* x, int n) {
     for (int i = 0; i < n; i++) y[i] += alpha * x[i];
 }
 
-// Turns a row of S into exp(S − max), and returns max and the row's new sum.
+namespace {
 template <class A>
-static std::pair<A, A> exponentials(A* s, int n) {
+struct SoftmaxOfRow {
+    A max;  // of S
+    A sum;  // of exp(S − max)
+};
+}  // namespace
+
+// Turns a row of S into exp(S − max).
+template <class A>
+static SoftmaxOfRow<A> exponentials(A* s, int n) {
     A max = -std::numeric_limits<A>::infinity(), sum = 0;
 #pragma omp simd reduction(max : max)
     for (int j = 0; j < n; j++) max = std::max(max, s[j]);
@@ -338,7 +346,7 @@ static std::pair<A, A> exponentials(A* s, int n) {
     for (int j = 0; j < n; j++) s[j] = std::exp(s[j] - max);
 #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) sum += s[j];
-    return {max, sum};
+    return {.max = max, .sum = sum};
 }
 
 // Calls f(HS). The usual head sizes are compile-time constants, so that a row of q, o or dq stays in registers.
@@ -386,16 +394,19 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
             for (int i = 0; i < s.Tq; i++) {
                 const int keys = keys_seen(s, i);
                 for (int j = 0; j < keys; j++) p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
-                const auto [max, sum] = exponentials(p.data(), keys);
+                const SoftmaxOfRow<X> softmax = exponentials(p.data(), keys);
                 X o[kMaxHeadSize] = {};
                 for (int j = 0; j < keys; j++) axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
-                for (int d = 0; d < HS; d++) o[d] /= sum;
+                for (int d = 0; d < HS; d++)
+                    o[d] /= softmax.sum;
                 std::copy_n(o, HS, c.out.row(b, i, h, HS));
                 const size_t head = size_t(b) * s.NH + h;
-                const X lse = max + std::log(sum);
+                const X lse = softmax.max + std::log(softmax.sum);
                 c.lse.ptr[head * c.lse.head + i] = lse;
-                if (c.lse_rest.ptr)
-                    c.lse_rest.ptr[head * c.lse_rest.head + i] = X(double(max) + std::log(double(sum)) - lse);
+                if (c.lse_rest.ptr) {
+                    const double exact = double(softmax.max) + std::log(double(softmax.sum));
+                    c.lse_rest.ptr[head * c.lse_rest.head + i] = X(exact - lse);
+                }
             }
         });
     });

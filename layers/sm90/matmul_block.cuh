@@ -120,15 +120,21 @@ struct Block {
     __device__ uint32_t empty(int stage) const { return barrier(kStages + stage); }
     __device__ uint32_t d_full(int group) const { return barrier(2 * kStages + group); }
     __device__ uint32_t d_empty(int mma_warp) const { return barrier(2 * kStages + kGroups + mma_warp); }
-    // The item's pair of tiles, of those below each other (x), and its column of tiles (y).
-    __device__ int2 place(int item) const {
-        if constexpr (!Exponentials) return {item / p.columns, item % p.columns};
+    struct TileIndex {
+        int pair;    // of tiles below each other
+        int column;  // of tiles
+    };
+    __device__ TileIndex tile_index(int item) const {
+        if constexpr (!Exponentials)
+            return {.pair = item / p.columns, .column = item % p.columns};
         const int band = item / (kBand * p.columns), pairs = min(kBand, p.pairs - band * kBand);
         const int i = item - band * kBand * p.columns;
-        return {band * kBand + i % pairs, i / pairs};
+        return {.pair = band * kBand + i % pairs, .column = i / pairs};
     }
-    __device__ int row_of(int item) const { return (place(item).x * kCluster + rank) * kRows; }
-    __device__ int column_of(int item) const { return place(item).y * kColumns; }
+    __device__ int row_of(int item) const {
+        return (tile_index(item).pair * kCluster + rank) * kRows;
+    }
+    __device__ int column_of(int item) const { return tile_index(item).column * kColumns; }
 
     __device__ void init_barriers() const {
         for (int i = 0; i < kStages; i++) {
