@@ -6,12 +6,13 @@
 // In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
 // of every sequence (attention/ring/ring.h), and a group reads the batches that a single rank would read otherwise.
 #pragma once
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <type_traits>
 #include <vector>
-
-#include <unistd.h>
 
 #include "parallel/comm.h"
 #include "parallel/process_group.h"

@@ -50,6 +50,7 @@ Validation validate(Model& model, Loader& loader, int at_most) {
         error = std::current_exception();
     }
     ranks.add_up(losses);
+    note_progress();
     if (error) std::rethrow_exception(error);
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / windows, windows};
 }
@@ -91,6 +92,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         }
     }
     model.ranks.add_up(means);
+    note_progress();
     std::vector<std::vector<double>> losses(choices.size());
     for (size_t r = 0; r < rows.size(); r++) losses[rows[r].choice].push_back(means[r]);
     return losses;

@@ -21,7 +21,7 @@ std::vector<Option> Options::table() {
          attention_names()},
         {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one", "auto|cuda|cpu"},
         {"--recompute", "-r", O::Int, &recompute,
-         "to save memory keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
+         "to save memory keep 1: no activation output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
         {"--gpus", "", O::Int, &gpus, "processes, a GPU each; default: one, or as torchrun, srun or mpirun say",
          "1..1024", "several GPUs"},

@@ -12,8 +12,10 @@
 template <class Model>
 class Stop {
   public:
-    explicit Stop(Model& model)
-        : model_(model), flag_(static_cast<int*>(model.dev.alloc_host(sizeof(int)))) {}
+    explicit Stop(Model& model) : model_(model) {
+        if (model.ranks.size > 1)
+            flag_ = static_cast<int*>(model.dev.alloc_host(sizeof(int)));
+    }
     ~Stop() { model_.dev.free_host(flag_); }
     Stop(const Stop&) = delete;
     Stop& operator=(const Stop&) = delete;
@@ -64,7 +66,7 @@ class Stop {
   private:
     static constexpr int kFailed = 256;  // in a flag, beside the number of a signal
     Model& model_;
-    int* const flag_;  // this rank's, pinned
+    int* flag_ = nullptr;  // this rank's, pinned
     std::exception_ptr error_;
     int signal_ = 0;       // of all ranks
     bool failed_ = false;  // of all ranks

@@ -47,13 +47,13 @@ struct Run {
     const Ranks<Dev>& ranks = model.ranks;
     const Data data;
     const Tokenizer tokenizer;
-    const double began = now();
     int step = 0;        // steps done
     int first_step = 0;  // those of them that earlier processes did
 
     Log log;
     Stop<Model> stop;
     Batches<Model> batches;
+    const double began = now();
     Evaluation<Model> evaluation;
     Checkpoints<Model> checkpoints;
     StepReport report;

@@ -77,8 +77,9 @@ const char* named(const char* from, const char* to) {
     if (!folder.empty() && !exists(to)) renamed[to] = from;  // else there is the old file or the new one
     return to;
 }
+// Keeps the lock, so that no other thread saves anything before the process is dead.
 void cut_power() {
-    const std::lock_guard<std::mutex> lock(guard);
+    guard.lock();
     for (const auto& [inode, file] : unsynced)
         if (REAL(ftruncate)(file.fd, file.synced_bytes))
             _exit(99);
@@ -232,6 +233,25 @@ TEST(faults_in_a_resumed_run) {
     log.insert(log.find('\n') + 1, "damaged\n");
     write_file(left + "/log.jsonl", log + "{\"kind\": \"tr");
     check_faults(left, "-y 1");
+}
+
+// A row of the log that cannot be written ends the run, but costs no step: there is a checkpoint, and the row is written
+// at the end.
+TEST(a_failing_log_costs_no_step) {
+    const auto log_of = [](const std::string& out) { return out + "/log.jsonl"; };
+    const std::string counting = dir() + "/counting";
+    CHECK_RUN(train(options(counting), 1, log_of(counting)), 0, "checkpoint");
+    std::vector<int> writes;  // the settings, then a row for each step
+    for (int i = 0; i < counted->operations; i++)
+        if (std::string(counted->names[i]) == "write")
+            writes.push_back(i);
+    CHECK(writes.size() == kSteps + 1);
+    for (const int step : {1, 3}) {
+        const std::string out = dir() + format("/failing_log_%d", step);
+        CHECK_RUN(train(options(out), 1, log_of(out), writes.at(step), kNoSpace), 1, "log.jsonl");
+        CHECK(newest_model(out) == step);
+        CHECK(rows(out, "train").size() == size_t(step));
+    }
 }
 
 TEST(faults_with_two_ranks) {

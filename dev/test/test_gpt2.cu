@@ -439,7 +439,9 @@ TEST(mfu_by_hand) {
             Threads dev(1);
             dev.name = "NVIDIA H100 80GB HBM3";
             ProcessGroup group;
-            group.rank = rank, group.size = group.local_size = ranks;
+            group.rank = rank;
+            group.size = ranks;
+            group.local_size = 1;  // all count, on whatever machine they are
             this_thread = &comm;
             run_with<Threads, float>(dev, mine, group);
         };
@@ -533,16 +535,19 @@ struct Slow : Threads {
         sleep_for(download_s);
     }
 };
-// The last call of a layer's forward pass, and of its backward pass.
+int slow_layers = 0;
+// A call of a layer's forward pass, and one of its backward pass.
 template <class... Arguments>
-void matmul_gelu_forward(const Slow& dev, Arguments... arguments) {
+void matmul_activation_forward(const Slow& dev, Arguments... arguments) {
+    slow_layers++;
     sleep_for(dev.layer);
-    matmul_gelu_forward(static_cast<const Cpu&>(dev), arguments...);
+    matmul_activation_forward(static_cast<const Cpu&>(dev), arguments...);
 }
 template <class... Arguments>
-void matmul_gelu_backward(const Slow& dev, Arguments... arguments) {
+void matmul_activation_backward(const Slow& dev, Arguments... arguments) {
+    slow_layers++;
     sleep_for(dev.layer);
-    matmul_gelu_backward(static_cast<const Cpu&>(dev), arguments...);
+    matmul_activation_backward(static_cast<const Cpu&>(dev), arguments...);
 }
 
 }  // namespace
@@ -636,7 +641,9 @@ TEST(slow_work_that_goes_on_is_no_hang) {
     runs.start([&] {  // the second step has the short limit
         Slow dev;
         dev.layer = kSlow;
-        return train(small_run("", 2), dev, 1);
+        const int code = train(small_run("", 2), dev, 1);
+        CHECK(slow_layers == 2 * 2 * preset("tiny").L);
+        return code;
     });
     runs.start([&] {
         Options o = small_run("", 2);
@@ -945,6 +952,28 @@ TEST(gpu_memory_is_what_the_table_says) {
         }
         CHECK_NEAR(taken, double(bytes), most);
     }
+}
+
+// A model file has fp32 weights. They become the master weights as they are, and the bf16 weights rounded, in more than
+// one piece of what is read.
+TEST(gpu_master_weights_are_those_of_the_file) {
+    const Config config = {16, 30000, 30080, 1, 2, 512};
+    GPT2<Cuda, bf16> model(gpu(), config, {.B = 1, .T = 16, .training = true});
+    model.allocate();
+    std::vector<float> weights(model.num_parameters);
+    for (size_t i = 0; i < weights.size(); i++)
+        weights[i] = static_cast<float>(uniform(5, i)) - 0.5f;
+    CHECK(weights.size() * sizeof(float) > 2 * (32 << 20));
+    const std::string path = dir() + "/fp32.bin";
+    write_model(path, {DType::f32, config}, weights.data());
+    load(model, path);
+
+    CHECK(download<float>(model, model.optimizer().master, weights.size()) == weights);
+    const std::vector<bf16> rounded = download<bf16>(model, model.params.base, weights.size());
+    size_t wrong = 0;
+    for (size_t i = 0; i < weights.size(); i++)
+        wrong += float(rounded[i]) != float(bf16(weights[i]));
+    CHECK(wrong == 0);
 }
 
 TEST(gpu_update_stops_at_nan) {

@@ -479,6 +479,15 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
         lives = false;
         sleep_for(0.3);
     });
+    // The time in which it was allowed to stand still does not count later.
+    check(0, "stood still\nworks\n", [&](Watchdog& dog) {
+        dog.allow(0);
+        sleep_for(3);
+        say("stood still");
+        dog.allow(2);
+        sleep_for(1);
+        say("works");
+    });
     // It works for longer than it may hang, is allowed to stand still, and hangs.
     const std::string hangs = "worked\nstood still\ntrain_gpt2cu: rank 3 at step 12: no progress for 2 s; the job ends\n";
     check(1, hangs, [&](Watchdog& dog) {
