@@ -25,9 +25,12 @@ namespace {
 
 // What `flash` means: the first of these that the GPU can run. All have backward, and calls in fp32.
 template <class X>
-const std::vector<const char*> kFastest = {"flash_fp16x3", "flash_fp32"};
-template <>
-const std::vector<const char*> kFastest<bf16> = {"flash_bf16_sm90", "flash_bf16"};
+std::vector<const char*> fastest_kernels() {
+    if constexpr (std::is_same_v<X, bf16>)
+        return {"flash_bf16_sm90", "flash_bf16"};
+    else
+        return {"flash_fp16x3", "flash_fp32"};
+}
 
 template <class X>
 const AttentionKernel<X>* find(std::string_view name) {
@@ -44,7 +47,7 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
     const std::string name(kind.name);
     const AttentionKernel<X>* kernel = find<X>(kind.name);
     if (kind == Attention::flash)
-        for (const char* fastest : kFastest<X>)
+        for (const char* fastest : fastest_kernels<X>())
             if (kernel = find<X>(fastest); kernel->runs_on(dev)) break;
     if (!kernel) {
         using Other = std::conditional_t<std::is_same_v<X, float>, bf16, float>;

@@ -83,7 +83,7 @@ __device__ float row_sum(float x) {
 // Tiles move to shared memory through registers, so that the loads can run beside something else.
 
 template <int Rows, int HS>
-using Stage = float4[Rows * HS / 4 / kThreads];
+constexpr int kStage = Rows * HS / 4 / kThreads;  // pieces of a thread
 
 // A row is HS/4 threads wide. Each thread takes one 16-byte piece of every kRowsAtOnce-th row.
 template <int HS>
@@ -91,7 +91,7 @@ constexpr int kRowsAtOnce = kThreads / (HS / 4);
 
 // Rows beyond `valid` read as zero.
 template <int Rows, int HS>
-__device__ void fetch(Stage<Rows, HS>& stage, const float* rows, size_t token, int valid) {
+__device__ void fetch(float4 (&stage)[kStage<Rows, HS>], const float* rows, size_t token, int valid) {
     const int row = threadIdx.x / (HS / 4);
     rows += row * token + threadIdx.x % (HS / 4) * 4;
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
@@ -101,7 +101,7 @@ __device__ void fetch(Stage<Rows, HS>& stage, const float* rows, size_t token, i
 }
 
 template <int Rows, int HS>
-__device__ void store(float* smem, const Stage<Rows, HS>& stage, float factor = 1.f) {
+__device__ void store(float* smem, const float4 (&stage)[kStage<Rows, HS>], float factor = 1.f) {
     smem += threadIdx.x / (HS / 4) * (HS + 4) + threadIdx.x % (HS / 4) * 4;
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
         const float4 v = stage[i];
@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
     const int kv_end = min(args.Tk, q_end + args.shift);           // keys that the last row sees
     const int kv_seen_by_all = min(args.Tk, q0 + args.shift + 1);  // keys that the first row sees
 
-    Stage<Br, HS> q_stage;
-    Stage<Bc, HS> kv_stage;
+    float4 q_stage[kStage<Br, HS>];
+    float4 kv_stage[kStage<Bc, HS>];
     fetch<Br, HS>(q_stage, q, args.q.token, q_end - q0);
     store<Br, HS>(q_smem, q_stage, args.scale);
     fetch<Bc, HS>(kv_stage, k, args.k.token, kv_end);
@@ -339,11 +339,11 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
     large = __syncthreads_or(large);
     if (large) {
         const int q_end = min(q0 + Br, args.Tq), kv_end = min(args.Tk, q_end + args.shift);
-        Stage<Br, HS> q_stage;
+        float4 q_stage[kStage<Br, HS>];
         fetch<Br, HS>(q_stage, args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS, args.q.token, q_end - q0);
         store<Br, HS>(q_smem, q_stage, args.scale);
         for (int kv0 = 0; kv0 < kv_end; kv0 += Bc) {
-            Stage<Bc, HS> k_stage;
+            float4 k_stage[kStage<Bc, HS>];
             fetch<Bc, HS>(k_stage, args.k.ptr + b * args.k.batch + kv0 * args.k.token + h * HS, args.k.token,
                           kv_end - kv0);
             __syncthreads();  // everyone is done with the last tile
@@ -418,7 +418,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 
     const int keys = min(Bc, args.Tk - kv0);
     {
-        Stage<Bc, HS> k_stage, v_stage;
+        float4 k_stage[kStage<Bc, HS>];
+        float4 v_stage[kStage<Bc, HS>];
         fetch<Bc, HS>(k_stage, args.k.ptr + b * args.k.batch + kv0 * args.k.token + h * HS, args.k.token, keys);
         fetch<Bc, HS>(v_stage, args.v.ptr + b * args.v.batch + kv0 * args.v.token + h * HS, args.v.token, keys);
         store<Bc, HS>(k_smem, k_stage);
@@ -426,7 +427,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     }
     const auto load_queries = [&](int tile) {
         const int q0 = tile * Br;
-        Stage<Br, HS> q_stage, do_stage;
+        float4 q_stage[kStage<Br, HS>];
+        float4 do_stage[kStage<Br, HS>];
         fetch<Br, HS>(q_stage, args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS, args.q.token, args.Tq - q0);
         fetch<Br, HS>(do_stage, args.dout.ptr + b * args.dout.batch + q0 * args.dout.token + h * HS, args.dout.token,
                       args.Tq - q0);

@@ -438,8 +438,11 @@ void check_qkv_bias(size_t N, int C, size_t offset = 0) {
         });
 }
 TEST(qkv_bias) {
-    for (const auto& [N, C] : {std::pair{size_t{1}, 1}, {3, 65}, {127, 768}, {5000, 64}, {1000, 1600}})
-        check_qkv_bias<float>(N, C), check_qkv_bias<bf16>(N, C);
+    const int shapes[][2] = {{1, 1}, {3, 65}, {127, 768}, {5000, 64}, {1000, 1600}};
+    for (const auto& [N, C] : shapes) {
+        check_qkv_bias<float>(N, C);
+        check_qkv_bias<bf16>(N, C);
+    }
     check_qkv_bias<bf16>(127, 64, 1);
 }
 
