@@ -31,6 +31,8 @@ static int number_of(const char* name, int low, int high) {
     throw UsageError(format("environment: %s is \"%s\", not a number from %d to %d", name, text.c_str(), low, high));
 }
 
+namespace {
+
 // The variables of the environment with which a launcher says what a rank is.
 struct Launcher {
     const char* rank;
@@ -45,26 +47,26 @@ struct Launcher {
     bool rank_without_size = false;
 };
 
-static constexpr Launcher kTorchrun = {.rank = "RANK",
+constexpr Launcher kTorchrun = {.rank = "RANK",
                                        .size = "WORLD_SIZE",
                                        .local_rank = "LOCAL_RANK",
                                        .local_size = "LOCAL_WORLD_SIZE",
                                        .job = "TORCHELASTIC_RUN_ID",
                                        .part_of_job = "TORCHELASTIC_RESTART_COUNT"};
-static constexpr Launcher kOpenMpi = {.rank = "OMPI_COMM_WORLD_RANK",
+constexpr Launcher kOpenMpi = {.rank = "OMPI_COMM_WORLD_RANK",
                                       .size = "OMPI_COMM_WORLD_SIZE",
                                       .local_rank = "OMPI_COMM_WORLD_LOCAL_RANK",
                                       .local_size = "OMPI_COMM_WORLD_LOCAL_SIZE",
                                       .job = "PMIX_NAMESPACE",
                                       .part_of_job = "OMPI_MCA_ess_base_jobid"};
 // MPICH, Intel's MPI, and Slurm with --mpi=pmi2.
-static constexpr Launcher kPmi = {.rank = "PMI_RANK",
+constexpr Launcher kPmi = {.rank = "PMI_RANK",
                                   .size = "PMI_SIZE",
                                   .local_rank = "MPI_LOCALRANKID",
                                   .local_size = "MPI_LOCALNRANKS",
                                   .job = "PMI_JOBID",
                                   .part_of_job = ""};
-static constexpr Launcher kSlurm = {.rank = "SLURM_PROCID",
+constexpr Launcher kSlurm = {.rank = "SLURM_PROCID",
                                     .size = "SLURM_STEP_NUM_TASKS",
                                     .local_rank = "SLURM_LOCALID",
                                     .local_size = "SLURM_STEP_TASKS_PER_NODE",
@@ -73,7 +75,7 @@ static constexpr Launcher kSlurm = {.rank = "SLURM_PROCID",
                                     .rank_without_size = true};  // in a batch script
 
 // The launcher that started this process, or null.
-static const Launcher* find_launcher() {
+const Launcher* find_launcher() {
     for (const Launcher* launcher : {&kTorchrun, &kOpenMpi, &kPmi, &kSlurm}) {
         const bool has_rank = variable(launcher->rank) != "" && !launcher->rank_without_size;
         if (has_rank || variable(launcher->size) != "")
@@ -81,6 +83,8 @@ static const Launcher* find_launcher() {
     }
     return nullptr;
 }
+
+}  // namespace
 
 Place place_from_environment() {
     const Launcher* const launcher = find_launcher();

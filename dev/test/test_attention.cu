@@ -780,7 +780,8 @@ void queries(const AttentionKernel<X>& kernel) {
     int n = 0;
     for (int HS : {64, 128}) {
         for (int Tk : {1024, 2049})
-            for (const auto& [B, Tq, NH] : {std::array{3, 1, 12}, {2, 63, 3}, {2, 65, 3}, {1, 1000, 1}}) {
+            for (const auto& [B, Tq, NH] :
+                 std::vector<std::array<int, 3>>{{3, 1, 12}, {2, 63, 3}, {2, 65, 3}, {1, 1000, 1}}) {
                 // In bf16 the rounding of O is an error of D, which in rows of so many shifted keys adds up in dQ.
                 const int inputs = Tk > 1024 ? 2 : 3;
                 const Input input = static_cast<Input>(n++ % inputs);
@@ -871,7 +872,8 @@ void chunks(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128})
         for (bool causal : {true, false}) {
             const Whole<X, Cuda> all(gpu(), whole(2, 1000, 3, HS, causal), 1, 1, 0, Attention{kernel.name});
-            for (const auto& [q_chunk, k_chunk] : {std::pair{500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}})
+            for (const auto& [q_chunk, k_chunk] : std::vector<std::pair<int, int>>{
+                     {500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}})
                 check_chunks(all, q_chunk, k_chunk);
         }
 }
@@ -955,7 +957,8 @@ constexpr int kBig = (size_t{1} << 31) / (65 * 25 * 64);  // so many copies of o
 TEST(scratch_grows_with_the_call) {
     const auto check = [](const auto& kernels, int HS, int NH, int T) {
         for (int i = 0; i < kernels.count; i++)
-            for (const auto& [Tq, Tk] : {std::pair{T, T}, {T / 2, T}, {T, T / 2}, {T / 2, T / 2}, {1, T}})
+            for (const auto& [Tq, Tk] : std::vector<std::pair<int, int>>{
+                     {T, T}, {T / 2, T}, {T, T / 2}, {T / 2, T / 2}, {1, T}})
                 for (bool causal : {false, Tq <= Tk}) {
                     const auto& kernel = kernels.begin[i];
                     AttentionShape s = queries_of(1, Tq, Tk, NH, HS);
