@@ -161,7 +161,7 @@ test:
 
 # The test itself is not optimised, because that compiles fastest.
 SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
-             run/checkpoint run/choices run/log)
+             run/checkpoint_files run/choices run/log)
 sanitize: $(SANITIZED)
 	$(CXX) -fsanitize=address,undefined -fopenmp -o build/sanitized/test_data $^
 	ASAN_OPTIONS=max_allocation_size_mb=500 build/sanitized/test_data

@@ -36,7 +36,7 @@
 #include "attention/ring/ring.h"
 
 // =====================================================================================================================
-// Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint.h)
+// Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint_files.h)
 // has the sizes that a model file begins with: L layers, NH heads, C channels, V tokens, max_T positions.
 
 // The sixteen parameter tensors in llm.c's file order. P is X for the parameters themselves and A for their gradients.

@@ -19,8 +19,8 @@ inline auto tensor_map_encoder() {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
-// Describes x, 16-bit or fp32, for copies of boxes with coordinates (d, h, t, b). A box is 128 bytes
-// of one head by `rows` tokens of one sequence. Its rows in shared memory are in the 128-byte
+// Describes x, 16-bit or fp32, for copies of boxes with coordinates (d, h, t, b). A box is 128
+// bytes of one head by `rows` tokens of one sequence. Its rows in shared memory are in the 128-byte
 // swizzle, where 16-byte chunk c of row r lies at c ^ (r % 8). Each sequence ends at T, so a box
 // that reaches past it reads zeros and not the next sequence's rows. Throws Error if the driver
 // refuses.

@@ -1,5 +1,5 @@
 // A run's checkpoints. They are written by a thread, while training goes on from step to step, from a snapshot in rank
-// 0's host memory. run/checkpoint.h has the files.
+// 0's host memory. run/checkpoint_files.h has the files.
 #pragma once
 #include <unistd.h>
 
@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "run/batches.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 #include "run/log.h"
 #include "run/memory.h"
 #include "run/optimizer_state.h"

@@ -1,6 +1,6 @@
 #include "run/choices.h"
 
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 
 namespace {
 constexpr int32_t kMagic = 20240522, kVersion = 1;

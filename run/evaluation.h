@@ -1,18 +1,120 @@
-// What a run shows of its model every so many steps: the loss on validation data, answers to multiple-choice questions,
-// and a text.
+// What a model knows: its loss on data that it has not seen, its answers to multiple-choice questions, and what a run
+// shows of these, and of the model's texts, every so many steps.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <exception>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
+#include "data/loader.h"
+#include "parallel/watchdog.h"
+#include "run/choices.h"
 #include "run/data.h"
-#include "run/evaluate.h"
 #include "run/log.h"
+#include "run/range.h"
 #include "run/sample.h"
 #include "run/settings.h"
 #include "run/stop.h"
+
+struct Validation {
+    double loss;
+    uint64_t windows;
+};
+
+// Mean loss over the windows of the loader's first `at_most` batches, or over all windows if it is not positive or too
+// large. Each rank evaluates its share of the batches, and ranks that share sequences their tokens of each window. The
+// windows' losses are summed in fp64 and in their order, whatever the number of ranks. Windows that fill up the last
+// batch do not count. If the data cannot be read, all ranks end together, and this one throws.
+template <class Model>
+Validation validate(Model& model, Loader& loader, int at_most) {
+    const auto& ranks = model.ranks;
+    Range range("validate");
+    loader.reset();
+    std::vector<int> host(model.batch_ints());
+    const uint64_t B = model.B, T = model.T, all = loader.windows();
+    const uint64_t windows = at_most > 0 ? std::min(at_most * B, all) : all;
+    std::vector<double> losses(windows);
+    std::vector<typename Model::A> tokens(B * T);
+    std::exception_ptr error;
+    try {
+        for (uint64_t first = 0; first < windows; first += B) {
+            if (first / B % ranks.groups() != uint64_t(ranks.group())) {
+                loader.skip(1);
+                continue;
+            }
+            model.fill_batch(host.data(), loader);
+            model.upload(host.data(), 1);
+            model.evaluate_micro_batch(0);
+            note_progress();
+            model.dev.download(tokens.data(), model.losses(), tokens.size() * sizeof(tokens[0]));
+            for (uint64_t w = first; w < std::min(first + B, windows); w++) {
+                const auto begin = tokens.begin() + (w - first) * T;
+                losses[w] = std::accumulate(begin, begin + T, 0.0) / (T * ranks.context);
+            }
+        }
+    } catch (const Error&) {
+        error = std::current_exception();
+    }
+    ranks.add_up(losses);
+    note_progress();
+    if (error) std::rethrow_exception(error);
+    return {std::accumulate(losses.begin(), losses.end(), 0.0) / windows, windows};
+}
+
+// losses[i][e] is the mean loss of ending e's tokens after choice i's context. The lowest is the model's answer.
+template <class Model>
+std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
+    Range range("multiple choice");
+    const size_t B = model.B, T = model.T, N = B * T;
+    struct Row {
+        size_t choice;
+        size_t ending;
+    };
+    std::vector<Row> rows;  // of all batches, one after another
+    for (size_t i = 0; i < choices.size(); i++)
+        for (size_t e = 0; e < choices[i].endings.size(); e++) rows.push_back({i, e});
+    std::vector<double> means(rows.size());  // 0 if another rank computes it
+    std::vector<int> host(model.batch_ints());
+    std::vector<typename Model::A> position(N);
+    for (size_t first = 0; first < rows.size(); first += B) {
+        if (first / B % model.ranks.size != size_t(model.ranks.rank)) continue;
+        const size_t last = std::min(first + B, rows.size());
+        std::fill(host.begin(), host.end(), 0);
+        for (size_t r = first; r < last; r++) {
+            const auto [i, e] = rows[r];
+            std::vector<int> text = choices[i].context;
+            text.insert(text.end(), choices[i].endings[e].begin(), choices[i].endings[e].end());
+            std::copy(text.begin(), text.end() - 1, &host[(r - first) * T]);
+            std::copy(text.begin() + 1, text.end(), &host[N + (r - first) * T]);
+        }
+        model.upload(host.data(), 1);
+        model.evaluate_micro_batch(0);
+        note_progress();
+        model.dev.download(position.data(), model.losses(), N * sizeof(position[0]));
+        for (size_t r = first; r < last; r++) {
+            const auto [i, e] = rows[r];
+            const size_t begin = (r - first) * T + choices[i].context.size() - 1, n = choices[i].endings[e].size();
+            means[r] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
+        }
+    }
+    model.ranks.add_up(means);
+    note_progress();
+    std::vector<std::vector<double>> losses(choices.size());
+    for (size_t r = 0; r < rows.size(); r++) losses[rows[r].choice].push_back(means[r]);
+    return losses;
+}
+inline int answer(const std::vector<double>& losses) {
+    return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
+}
+inline int count_correct(const std::vector<std::vector<double>>& losses, const std::vector<Choice>& choices) {
+    int correct = 0;
+    for (size_t i = 0; i < choices.size(); i++) correct += answer(losses[i]) == choices[i].label;
+    return correct;
+}
 
 template <class Model>
 class Evaluation {

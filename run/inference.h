@@ -7,7 +7,7 @@
 
 #include "data/file.h"
 #include "run/data.h"
-#include "run/evaluate.h"
+#include "run/evaluation.h"
 #include "run/log.h"
 #include "run/memory.h"
 #include "run/sample.h"

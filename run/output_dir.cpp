@@ -5,7 +5,7 @@
 
 #include <filesystem>
 
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 
 OutputDir::OutputDir(const std::string& path)
     : directory(path, O_PATH | O_DIRECTORY, "checkpoints go where its path leads now"),

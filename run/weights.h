@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 #include "parallel/shards.h"
 #include "parallel/watchdog.h"
 #include "run/tensors.h"

@@ -16,7 +16,7 @@
 #include "data/text.h"
 #include "data/tokenizer.h"
 #include "dev/test/program.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 #include "run/log.h"
 
 namespace fs = std::filesystem;

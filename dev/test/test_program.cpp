@@ -13,7 +13,7 @@
 #include "dev/common/bounds.h"
 #include "dev/test/processes.h"
 #include "dev/test/program.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 #include "run/log.h"
 
 namespace {

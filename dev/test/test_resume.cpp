@@ -9,7 +9,7 @@
 
 #include "dev/test/processes.h"
 #include "dev/test/small_model.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 //   optimizer bytes: 995514368          m and v, in bf16 also the fp32 master weights, in the order of the parameters
 //   checksum: 0123456789abcdef          of the head up to this line, and of the bytes
 //
-#include "run/checkpoint.h"
+#include "run/checkpoint_files.h"
 
 #include <algorithm>
 #include <climits>

@@ -42,7 +42,7 @@ std::string words(const ModelHeader&);  // "fp32, L=12 NH=12 C=768 V=50257"
 ModelHeader read_model_header(const std::string& path);
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 
-// ---- Training state (ours): a text head, one checksum, then the optimizer's arrays (checkpoint.cpp has the format).
+// ---- Training state (ours): a text head, one checksum, then the optimizer's arrays (checkpoint_files.cpp has the format).
 
 // What a run is, by name. A resumed run must have `fields` in common with the one before, whereas
 // `recipe`, the schedule and the optimizer's options, may be changed on purpose.
