@@ -35,7 +35,7 @@
 // This comes last, because it is written over both backends' attention.
 #include "attention/ring/ring.h"
 
-// =====================================================================================================================
+// =================================================================================================
 // Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint_files.h)
 // has the sizes that a model file begins with: L layers, NH heads, C channels, V tokens, max_T positions.
 
@@ -107,7 +107,7 @@ struct Activations {
     }
 };
 
-// =====================================================================================================================
+// =================================================================================================
 // The model
 
 // How a model is used.
@@ -150,7 +150,7 @@ struct GPT2 {
     Optimizer<X> optimizer() const { return adam.pointers<Optimizer<X>>(); }
     Buffers<X> workspace() const { return buffers.pointers<Buffers<X>>(); }
 
-    // -----------------------------------------------------------------------------------------------------------------
+    // ---------------------------------------------------------------------------------------------
     // Forward: device tokens (b, t) → acts.lnf, the final layer norm's output. alone: no other rank takes part, and the
     // tokens are a whole sequence. Or they are the end of one, whose first `past` tokens have left their rows in qkv,
     // the cache of keys and values. Where a text grows token by token, a call computes one row.
@@ -211,7 +211,7 @@ struct GPT2 {
         reduce_sum(dev, mean_loss, buffers.scratch, buffers.losses, A(1) / A(N), N);
     }
 
-    // -----------------------------------------------------------------------------------------------------------------
+    // ---------------------------------------------------------------------------------------------
     // Backward: adds into the gradients of all parameters, or overwrites the matmul weights' if not `accumulate`. It
     // starts from lnf, where loss() left its gradient, and reuses that memory for the gradient of each layer norm's
     // output.
@@ -277,7 +277,7 @@ struct GPT2 {
                            config.HS());
     }
 
-    // -----------------------------------------------------------------------------------------------------------------
+    // ---------------------------------------------------------------------------------------------
     // A step uploads all its micro-batches. Then it calls forward, loss (which starts backward) and backward for each,
     // and updates the parameters.
 
@@ -352,7 +352,7 @@ struct GPT2 {
     size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step
     A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
-    // -----------------------------------------------------------------------------------------------------------------
+    // ---------------------------------------------------------------------------------------------
     // Making a model. The constructor makes only the tables, and allocate() makes them memory.
 
     GPT2(const Dev& dev, const Config& config, const ModelSettings& settings, const Ranks<Dev>& ranks = {})
@@ -434,7 +434,7 @@ struct GPT2 {
     std::vector<ParamRange> share(int rank) const { return share_of(params.tensors, rank, shards(), ranks.overlap); }
 };
 
-// =====================================================================================================================
+// =================================================================================================
 // The training loop. Run (run/training.h) has the data, the log and the checkpoints.
 
 constexpr int kProfileWarmUp = 5;  // steps before --profile's

@@ -7,7 +7,7 @@
 
 #include "attention/attention.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The ladder, slowest first
 
 template <>
@@ -95,7 +95,7 @@ const char* attention_names() {
     return names.c_str();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The check of a call's memory
 
 namespace {
@@ -182,7 +182,7 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
                            limits.name, b->name, a->name, a->written ? a->name : b->name));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The layer: causal, scale 1/√HS
 
 template <class X>
@@ -222,7 +222,7 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, const AttentionSha
     return attention_kernel<X>(dev, kind, shape.HS).saved_bytes(shape);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 #define INSTANTIATE(X)                                                                                              \
     template const AttentionKernel<X>& attention_kernel(const Cuda&, Attention, int);                               \

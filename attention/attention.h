@@ -28,7 +28,7 @@ void attention_forward(const Cuda& dev, Attention kind, const AttentionForward<X
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward<X, float>& call);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The kernels behind it
 
 // One row of the ladder. Table-driven so that tests and benchmarks run every kernel there is. A

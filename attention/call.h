@@ -1,7 +1,15 @@
 // What a call of attention is, on CUDA (attention.h) and on the CPU (layers/cpu/reference.h).
 //
-//   S = scale·Q Kᵀ,  masked;   P = softmax S;   out = P V;   lse = log Σ exp S
-//   dV = Pᵀ dO;   dS = P∘(dO Vᵀ − D),  D = rowsum(dO∘out);   dQ = scale·dS K;   dK = scale·dSᵀ Q
+//   S   = scale·Q Kᵀ, masked
+//   P   = softmax S
+//   out = P V
+//   lse = log Σ exp S
+//
+//   D  = rowsum(dO∘out)
+//   dS = P∘(dO Vᵀ − D)
+//   dQ = scale·dS K
+//   dK = scale·dSᵀ Q
+//   dV = Pᵀ dO
 //
 // Shapes: B batch, Tq queries, Tk keys, NH heads, HS head size. Tensors are views (Heads), so q, k and v may lie in the
 // packed output of one matmul. X is the type of the inputs, and Y that of the results: X, or Acc<X>, which is fp32.
@@ -136,7 +144,7 @@ AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const 
     return c;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What is refused. No call reaches a kernel before check_call() has seen it: AttentionKernel
 // (attention.h) and the CPU's attention (layers/cpu) see to that. It is a little arithmetic on the
 // host.

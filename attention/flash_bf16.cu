@@ -1,10 +1,23 @@
 // Flash attention forward and backward, bf16, mma.sync (sm_80+).
 //
-//   forward    S = scale·Q Kᵀ            (Br × Bc, fp32 registers)
-//              m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
-//              out = O / l;  lse = m + log l
-//   backward   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
-//              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
+// Forward, for one tile of Br query rows against one tile of Bc keys at a time:
+//   S  = scale·Q Kᵀ                (Br × Bc, fp32 registers)
+//   m' = max(m, rowmax S)
+//   P  = exp(S − m')
+//   l  = e^{m−m'} l + rowsum P
+//   O  = e^{m−m'} O + P V
+// and after the last tile:
+//   out = O / l
+//   lse = m + log l
+//
+// Backward:
+//   D  = rowsum(dO∘O)
+//   P  = exp(S − lse)
+//   dP = dO Vᵀ
+//   dS = P∘(dP − D)
+//   dQ = scale·dS K
+//   dK = scale·dSᵀ Q
+//   dV = Pᵀ dO
 //
 // New against flash_mma: copies overlap products. cp.async brings tiles to shared memory in two stages, with one
 // barrier a stage. A warp owns 32 rows, so that every fragment of the streamed operand feeds two MMAs. Otherwise
@@ -30,7 +43,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles. A warp owns M MMA tiles of 16 rows. It takes kSub rows of the streamed operand at a time out of a stage of Br or
 // Bc. Registers decide the sizes. Two blocks of 128 threads on an SM leave 255 a thread, and the accumulators take up to
 // 192. Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
@@ -62,7 +75,7 @@ struct DkdvTiles {
     static constexpr int Smem = (2 * Bc + 4 * Br) * HS * 2 + 2 * Br * 8;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Forward
 
 // What query `row` sees of the keys from k0 on, as an end for this lane's even columns of an accumulator.
@@ -214,7 +227,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward
 
 template <class Y>
@@ -449,7 +462,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "flash_bf16";

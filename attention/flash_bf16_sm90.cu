@@ -1,8 +1,14 @@
 // Flash attention forward, bf16, wgmma + TMA + mbarrier, warp-specialised (sm_90a).
 //
-//   first tile of keys     S = scale·Q Kᵀ;  m = rowmax S;  P = exp(S − m);  l = rowsum P;   O = P V
-//   every later one        S = scale·Q Kᵀ;                 P = exp(S − m);  l += rowsum P;  O += P V
-//   out = O / l;  lse = m + log l
+//   first tile of keys      every later one
+//   S  = scale·Q Kᵀ         S  = scale·Q Kᵀ
+//   m  = rowmax S
+//   P  = exp(S − m)         P  = exp(S − m)
+//   l  = rowsum P           l += rowsum P
+//   O  = P V                O += P V
+// and after the last tile:
+//   out = O / l
+//   lse = m + log l
 //
 // New against flash_wgmma: roles, and no running maximum. One thread, the producer, has the TMA unit copy tiles into
 // stages in shared memory. The consumers are warpgroups of 64 queries each, which multiply straight out of the stages.
@@ -15,21 +21,22 @@
 //
 // A warpgroup's step j, while the tensor cores also serve the other warpgroups:
 //
-//   wait KFull(j)  │ S = Q K_jᵀ    │ O += P V_{j+1}, 16 keys at a time  │ O done: release, P to bf16
-//                  │ tensor cores  │ between them P = exp(S − m), l     │
+//   wait KFull(j)  │ S = Q K_jᵀ    │ O += P V_{j+1}, 16 keys at a time  │ O done: release,
+//                  │ tensor cores  │ between them P = exp(S − m), l     │ P to bf16
 //
-//   operand   where                                          layout
-//   Q         shared memory, 2 slots a warpgroup              A of S: rows of 128 bytes, swizzled by TMA
-//   K         shared memory, Stages tiles of 128 keys         B of S, as it lies
-//   P         registers: S's accumulator packed to bf16       A of O
-//   V         shared memory, Stages tiles                     B of O, transposed by wgmma
-//   S, O      registers                                       accumulators, fp32
+//   operand  where                                      layout
+//   Q        shared memory, 2 slots a warpgroup         A of S: rows of 128 bytes, swizzled by TMA
+//   K        shared memory, Stages tiles of 128 keys    B of S, as it lies
+//   P        registers: S's accumulator packed to bf16  A of O
+//   V        shared memory, Stages tiles                B of O, transposed by wgmma
+//   S, O     registers                                  accumulators, fp32
 //
-//   barrier           who arrives                 who waits
-//   QFull[2][W]       TMA                         the warpgroup: its queries and its Work are there
-//   QEmpty[2][W]      the warpgroup's threads     the producer: Work has been read, the last product with Q is done
-//   KFull, VFull      TMA                         all consumers
-//   KEmpty, VEmpty    every consumer warp         the producer
+//   barrier         who arrives              who waits
+//   QFull[2][W]     TMA                      the warpgroup: its queries and its Work are there
+//   QEmpty[2][W]    the warpgroup's threads  the producer: Work has been read, the last product
+//                                            with Q is done
+//   KFull, VFull    TMA                      all consumers
+//   KEmpty, VEmpty  every consumer warp      the producer
 //
 // A block stays on its SM and fetches tiles of queries until none are left. While consumers finish one, the producer
 // loads the next.
@@ -53,7 +60,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles. Registers decide how many warpgroups share a tile of keys: S, O and P take 64 + 32 + 32 a thread at HS 64, and
 // three warpgroups may have 160; at HS 128 they take 64 + 64 + 32, and there are two. The producer hands its own back.
 
@@ -74,7 +81,7 @@ struct ForwardTiles {
     static_assert(Smem <= 227 * 1024 && Stages <= MostOfABarrier);
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What a launch covers
 
 struct Problem {
@@ -113,7 +120,7 @@ __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     return {.b = bh / p.NH, .h = bh % p.NH, .q0 = q0, .k_tiles = (k_end + Bc - 1) / Bc};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The kernel
 
 enum Barrier { QFull, QEmpty, KFull, VFull, KEmpty, VEmpty };
@@ -484,7 +491,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "flash_bf16_sm90";

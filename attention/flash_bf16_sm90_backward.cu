@@ -1,18 +1,23 @@
 // Flash attention backward, bf16, Hopper: wgmma + TMA + mbarrier, warp-specialised (sm_90a).
 //
-//   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
-//   dV = Pᵀ dO;  dK = scale·dSᵀ Q;  dQ = scale·dS K
+//   D  = rowsum(dO∘O)
+//   P  = exp(S − lse)
+//   dP = dO Vᵀ
+//   dS = P∘(dP − D)
+//   dQ = scale·dS K
+//   dK = scale·dSᵀ Q
+//   dV = Pᵀ dO
 //
 // New against flash_bf16: five products, not seven. An item of work is a key tile of one head. Its K and V stay while
 // the query tiles that see it pass by. dK and dV stay in registers. The dQ of each query tile is added to a sum in
 // global memory. A warpgroup takes 64 of the 128 keys:
 //
-//   product              A (64 × k)                      B (k × N)                     result
-//   Sᵀ  = K Qᵀ           K, shared memory                Q, shared memory              registers
-//   dPᵀ = V dOᵀ          V, shared memory                dO, shared memory             registers
-//   dV += Pᵀ dO          Pᵀ, registers: Sᵀ's layout      dO, transposed (k: its rows)  registers, to the end
-//   dK += dSᵀ Q          dSᵀ, registers: dPᵀ's layout    Q, transposed                 registers, to the end
-//   dQ  = dS K           dS, shared memory, transposed   K, transposed                 registers, then the sum
+//   product      A (64 × k)                     B (k × N)                 result
+//   Sᵀ  = K Qᵀ   K, shared memory               Q, shared memory          registers
+//   dPᵀ = V dOᵀ  V, shared memory               dO, shared memory         registers
+//   dV += Pᵀ dO  Pᵀ, registers: Sᵀ's layout     dO, transposed (k: rows)  registers, to the end
+//   dK += dSᵀ Q  dSᵀ, registers: dPᵀ's layout   Q, transposed             registers, to the end
+//   dQ  = dS K   dS, shared memory, transposed  K, transposed             registers, then the sum
 //
 // Keys are rows of S and dP, so P and dS are A operands where they arise. Only dQ sums over all keys of the tile, so
 // the two warpgroups exchange dS for it. They compute dQ one tile late, so neither waits for the other's dS. Sᵀ they
@@ -21,7 +26,8 @@
 // A block stays on its SM and takes items until there are none, in the order of sm90_backward_work.cuh, by which dQ's
 // sum is deterministic. In the block's first warpgroup four threads have a job each:
 //   loader   takes tickets, and loads the next item's K and V and the next tile's Q, dO, lse and D
-//   senders  one for each consumer, which waits for the turn, sends dQ out of shared memory and passes the turn on
+//   senders  one for each consumer, which waits for the turn, sends dQ out of shared memory and
+//            passes the turn on
 //   storer   writes dK and dV out of shared memory
 // The other two warpgroups are the consumers. Who waits for whom at an mbarrier, [2] by stage or consumer:
 //   KFull[2]      all others  ← loader: K is there, and which item it is
@@ -54,7 +60,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles, and what a launch covers
 
 constexpr int kConsumers = 256, kThreads = 128 + kConsumers;
@@ -92,7 +98,7 @@ struct Args {
     __device__ int* turn(int first, int i) const { return turns + (first + 2 * i) * kTurnInts; }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Before the main kernel: lse and D of each query, and counters to zero
 
 // One block for each query tile of a head. HS/8 lanes share a row.
@@ -122,7 +128,7 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, H
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Who waits for whom: the mbarriers by name, as addresses. Stage n % 2 is in its (n / 2)-th round; a full barrier is
 // waited for with the round's parity, an empty one with the opposite, so that the first round passes at once.
 
@@ -280,7 +286,7 @@ __device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The main kernel
 
 // The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile. Row r has its 16-byte piece c at
@@ -550,7 +556,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "flash_bf16_sm90";

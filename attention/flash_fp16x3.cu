@@ -1,12 +1,26 @@
 // Flash attention forward and backward with fp32's accuracy on tensor cores: mma.sync on split fp16 (sm_80+).
 //
-//   x · 2^e = hi + lo,   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi        an operand is a pair, a product three MMAs
+//   x · 2^e = hi + lo                            an operand is a pair
+//   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi      a product is three MMAs
 //
-//   forward    S = scale·Q Kᵀ            (Br × Bc, fp32 registers)
-//              m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
-//              out = O / l;  lse = m + log l
-//   backward   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
-//              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
+// Forward, for one tile of Br query rows against one tile of Bc keys at a time:
+//   S  = scale·Q Kᵀ                (Br × Bc, fp32 registers)
+//   m' = max(m, rowmax S)
+//   P  = exp(S − m')
+//   l  = e^{m−m'} l + rowsum P
+//   O  = e^{m−m'} O + P V
+// and after the last tile:
+//   out = O / l
+//   lse = m + log l
+//
+// Backward:
+//   D  = rowsum(dO∘O)
+//   P  = exp(S − lse)
+//   dP = dO Vᵀ
+//   dS = P∘(dP − D)
+//   dQ = scale·dS K
+//   dK = scale·dSᵀ Q
+//   dV = Pᵀ dO
 //
 // fp16_pairs.cuh says why, and how operands are scaled. Undoing a scale costs nothing. It is part of the factor that
 // turns S into an exponent of 2, or of the one with which a tile's product is added to the sum.
@@ -37,7 +51,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles. A warp owns kM MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a thread may have 255 registers.
 // On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89 and sm_120 have only 99 KB in all. An element takes 4
 // bytes as a float and 4 as a pair of halves.
@@ -66,7 +80,7 @@ struct DkdvTiles {
     static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 12;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Forward
 
 constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
@@ -269,7 +283,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward
 
 struct BackwardArgs {
@@ -583,7 +597,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "flash_fp16x3";

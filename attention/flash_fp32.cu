@@ -1,13 +1,21 @@
 // Flash attention, fp32, on CUDA cores (every GPU from sm_75), with register tiles.
 //
 // Forward, for one tile of Br query rows against one tile of Bc keys at a time:
-//   S = scale·Q Kᵀ                                                  (Br × Bc, registers)
-//   m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
-//   out = O / l;  lse = m + log l                                   (after the last tile)
+//   S  = scale·Q Kᵀ                (Br × Bc, registers)
+//   m' = max(m, rowmax S)
+//   P  = exp(S − m')
+//   l  = e^{m−m'} l + rowsum P
+//   O  = e^{m−m'} O + P V
+// and after the last tile:
+//   out = O / l
+//   lse = m + log l
 //
 // Backward, given lse and D = rowsum(dO∘O), for one tile of Bc keys against one tile of Br queries at a time:
-//   P = exp(scale·Q Kᵀ − lse);  dV += Pᵀ dO                         (lse with the bits that fp32 has no room for)
-//   dS = P∘(dO Vᵀ − D);         dK += scale·dSᵀ Q;  dQ += scale·dS K
+//   P   = exp(S − lse)             (lse with the bits that fp32 has no room for)
+//   dS  = P∘(dO Vᵀ − D)
+//   dQ += scale·dS K
+//   dK += scale·dSᵀ Q
+//   dV += Pᵀ dO
 //
 // New against flash_simple: a thread owns a piece of a tile and not a row, so every load feeds many FFMAs. In forward a
 // block of 4 warps keeps Br query rows of one (b, head), and K and V stream past them. In backward one kernel makes all
@@ -29,7 +37,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;  // a warp for each scheduler of an SM
@@ -79,7 +87,7 @@ __device__ float row_sum(float x) {
     return x;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles move to shared memory through registers, so that the loads can run beside something else.
 
 template <int Rows, int HS>
@@ -110,7 +118,7 @@ __device__ void store(float* smem, const float4 (&stage)[kStage<Rows, HS>], floa
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Products. a and b point to the thread's first row and column. Its rows are row, row + 4, …, or M neighbours in
 // matmul_tn. Its columns are col, col + 8, … in matmul_nt, and in the others 4·col … 4·col + 3, then the same + 32, ….
 
@@ -174,7 +182,7 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Forward
 
 struct ForwardArgs {
@@ -289,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
     store_out<Tile>(args, b, h, q0 + row, col, o_regs, m, l);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward
 
 // D = rowsum(dO∘O). HS/16 neighbouring lanes own a row, kTerms each, and add their sums from left to right. dP = dO Vᵀ is
@@ -521,7 +529,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "flash_fp32";

@@ -1,12 +1,21 @@
 // Flash attention, bf16, mma.sync (sm_80+), as plain as it can be on tensor cores.
 //
-// For one tile of Br query rows against one tile of Bc keys at a time:
-//   forward    S = scale·Q Kᵀ                                                  (Br × Bc, registers)
-//              m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
-//              out = O / l;  lse = m + log l                                   (after the last tile)
-//   backward   P = exp(S − lse);  dS = P∘(dO Vᵀ − D),  D = rowsum(dO∘O)
-//              dQ = scale·dS K                        dq_kernel: a block owns queries, and keys pass by
-//              dV = Pᵀ dO;  dK = scale·dSᵀ Q          dkdv_kernel: a block owns keys, and queries pass by
+// Forward, for one tile of Br query rows against one tile of Bc keys at a time:
+//   S  = scale·Q Kᵀ                (Br × Bc, registers)
+//   m' = max(m, rowmax S)
+//   P  = exp(S − m')
+//   l  = e^{m−m'} l + rowsum P
+//   O  = e^{m−m'} O + P V
+// and after the last tile:
+//   out = O / l
+//   lse = m + log l
+//
+// Backward, given lse and D = rowsum(dO∘O):
+//   P  = exp(S − lse)
+//   dS = P∘(dO Vᵀ − D)
+//   dQ = scale·dS K                dq_kernel: a block owns queries, and keys pass by
+//   dK = scale·dSᵀ Q               dkdv_kernel: a block owns keys, and queries pass by
+//   dV = Pᵀ dO                     dkdv_kernel, too
 //
 // New against flash_fp32: a warp multiplies 16×16 by 16×8 in one instruction. Its operands are fragments, which lie
 // spread over the lanes (mma_m16n8k16_bf16). The accumulator of S has the layout that the A operand of P V wants. So P
@@ -16,8 +25,10 @@
 // A block of 4 warps owns 64 rows of one (b, head), 16 a warp, whose fragments stay in registers. The other tensors pass
 // through shared memory, and ldmatrix brings them from there to fragments. It can transpose them on the way.
 //
-//   lane l, with g = l / 4 and c = 2 (l % 4), holds of a 16×8 tile of S:  (g, c), (g, c+1), (g+8, c), (g+8, c+1)
-//   so four neighbouring lanes share the rows g and g + 8, and row sums and maxima need two shuffles
+// Of a 16×8 tile of S, lane l holds the elements
+//   (g,   c)  (g,   c+1)           with g = l / 4
+//   (g+8, c)  (g+8, c+1)           and  c = 2 (l % 4)
+// so four neighbouring lanes share the rows g and g + 8, and row sums and maxima need two shuffles.
 //
 // Loads and products wait for each other. In flash_bf16 they overlap, and each fragment from shared memory feeds two
 // instructions, because its warps own 32 rows.
@@ -34,7 +45,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles and fragments
 
 constexpr char kName[] = "flash_mma";
@@ -149,7 +160,7 @@ struct Work {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Forward
 
 template <int HS>
@@ -210,7 +221,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(ForwardArgs args) {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward
 
 template <int HS>
@@ -306,7 +317,7 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(BackwardArgs args) {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 // Starts a block for each tile of queries of each head, or of keys, because backward has as many.

@@ -1,12 +1,21 @@
 // Flash attention, fp32, as plain as a whole kernel can be (every GPU from sm_75). Read this rung first.
 //
 // Forward, a thread's query row against one tile of Bc keys at a time:
-//   S = scale·Q Kᵀ;  m' = max(m, max S);  P = exp(S − m');  l = e^{m−m'} l + Σ P;  O = e^{m−m'} O + P V
-//   out = O / l;  lse = m + log l                                   (after the last tile)
+//   S  = scale·Q Kᵀ
+//   m' = max(m, rowmax S)
+//   P  = exp(S − m')
+//   l  = e^{m−m'} l + rowsum P
+//   O  = e^{m−m'} O + P V
+// and after the last tile:
+//   out = O / l
+//   lse = m + log l
+//
 // Backward, given lse and D = rowsum(dO∘O):
-//   P = exp(S − lse);  dS = P∘(dO Vᵀ − D)
-//   dQ = scale·dS K                        dq_kernel: a thread owns a query, and keys pass by
-//   dV = Pᵀ dO;  dK = scale·dSᵀ Q          dkdv_kernel: a thread owns a key, and queries pass by
+//   P  = exp(S − lse)
+//   dS = P∘(dO Vᵀ − D)
+//   dQ = scale·dS K                dq_kernel: a thread owns a query, and keys pass by
+//   dK = scale·dSᵀ Q               dkdv_kernel: a thread owns a key, and queries pass by
+//   dV = Pᵀ dO                     dkdv_kernel, too
 //
 // New against naive: nothing of size T × T is stored. m is the largest S so far. When it rises, what was summed so far
 // shrinks by e^{m−m'}, so one pass over the keys is enough. Backward computes P again from lse.
@@ -19,7 +28,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles. A line holds what one thread owns of a row. With +4 floats, 8 threads that read 16 bytes of a line each hit
 // different banks.
 
@@ -109,7 +118,7 @@ struct Work {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Forward
 
 template <int HS>
@@ -146,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
     store(w.own(args.out), o, static_cast<float>(1. / l));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward. The rounding of lse to fp32 is an error of all P of a row, and a large one where lse is large. A row of P
 // sums to 1, so dq_kernel also finds the sum that it gets, and both kernels divide by it.
 
@@ -221,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 4) dkdv_kernel(BackwardArgs args) {
     store(w.own(args.dv), dv, 1.f);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 // Starts a block for each tile of queries of each head, or of keys, because backward has as many.

@@ -1,9 +1,14 @@
 // Flash attention, forward only, bf16, wgmma and TMA (sm_90a). It is the plainest kernel in Hopper's instructions.
 //
 // For one tile of Br query rows against one tile of Bc keys at a time:
-//   S = scale·Q Kᵀ                                                  (Br × Bc, registers)
-//   m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
-//   out = O / l;  lse = m + log l                                   (after the last tile)
+//   S  = scale·Q Kᵀ                (Br × Bc, registers)
+//   m' = max(m, rowmax S)
+//   P  = exp(S − m')
+//   l  = e^{m−m'} l + rowsum P
+//   O  = e^{m−m'} O + P V
+// and after the last tile:
+//   out = O / l
+//   lse = m + log l
 //
 // New against flash_mma: a warpgroup of four warps multiplies 64 rows in one instruction. It reads K and V straight out
 // of shared memory, so ldmatrix is gone. One thread asks the TMA unit for a whole tile, and none computes addresses.
@@ -35,7 +40,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles
 
 constexpr int kThreads = 128, Br = 64, Bc = 128;
@@ -76,7 +81,7 @@ __device__ uint32_t parity(int n) {
     return n & 1;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Forward
 
 template <int HS>
@@ -175,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "flash_wgmma";

@@ -1,7 +1,9 @@
 // What flash_fp16x3 computes with: fp32 operands as pairs of fp16.
 //
-//   x · 2^e = hi + lo,  hi = fp16(x · 2^e),  lo = fp16(x · 2^e − hi)      an operand: 22 bits in two halves
-//   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi                              a product: three MMAs, small terms first
+//   x · 2^e = hi + lo                            an operand: 22 bits in two halves
+//   hi = fp16(x · 2^e)
+//   lo = fp16(x · 2^e − hi)
+//   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi      a product: three MMAs, small terms first
 //
 // Why fp16? It has as many significand bits as TF32, 11, and its MMAs run at twice the rate. A pair takes 4 bytes, not
 // 8, and ldmatrix transposes it. Three parts and six products is what bf16 would take. The weakness of fp16 is range. An
@@ -17,7 +19,7 @@
 #include "attention/mma_tiles.cuh"
 #include "cuda/ptx_sm80.cuh"
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Splitting
 
 // The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). It is clamped so that 2^e, 2^−e
@@ -121,7 +123,7 @@ __device__ __forceinline__ float keep_rows(unsigned char* tile, const float* hea
     return unit_for(m);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Products
 
 // c (16·M × 16, columns 8·n … of an accumulator) += a · b.
@@ -223,7 +225,7 @@ __device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)
             }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Streamed tiles
 
 // The streamed tiles of two tensors x and y (K and V, or Q and dO). They are copied as floats while the block works on

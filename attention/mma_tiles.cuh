@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int r
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What a launch covers. Blocks are numbered in groups of heads, so that those running at once share keys in L2. The
 // longest of a group come first, so that the last to finish are short.
 

@@ -1,9 +1,19 @@
 // Naive attention is the formula as it stands, three matrix products and a softmax. It is the baseline of every
 // benchmark.
 //
-//   S = scale·Q Kᵀ      P = softmax S      out = P V                                  lse = log Σ exp S
-//   dV = Pᵀ dO          dP = dO Vᵀ         dS = P∘(dP − D),  D = rowsum(P∘dP)
-//   dQ = scale·dS K     dK = scale·dSᵀ Q
+// Forward:
+//   S   = scale·Q Kᵀ
+//   P   = softmax S
+//   out = P V
+//   lse = log Σ exp S
+//
+// Backward:
+//   dP = dO Vᵀ
+//   D  = rowsum(P∘dP)
+//   dS = P∘(dP − D)
+//   dQ = scale·dS K
+//   dK = scale·dSᵀ Q
+//   dV = Pᵀ dO
 //
 // cuBLAS does the products, on q, k and v where the QKV matmul left them. A head is a matrix with row stride 3C, so
 // nothing is permuted. The two softmax kernels in between are ours.
@@ -102,7 +112,7 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "naive";

@@ -10,7 +10,7 @@
 
 #include "cuda/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // An mbarrier counts arrivals and bytes. Its phase ends when `count` threads have arrived and all expected bytes have
 // landed. A phase is named by its parity, 0 first. Waiting for parity 1 of a new barrier returns at once.
 
@@ -99,7 +99,7 @@ struct Cursor {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // TMA. One thread starts a copy of a box of a tensor that a CUtensorMap describes. What lies outside of the tensor is
 // read as zero and never written. Coordinates are in elements, fastest dimension first.
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void store_16_if(bool wanted, void* p, const X& x) {
         "l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Between blocks, through L2.
 
 // Loads *p. What the writer's release made visible is visible to this thread after it.
@@ -222,7 +222,7 @@ __device__ __forceinline__ void grid_wait_dependency() {
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16. It is asynchronous. Between wgmma_fence and
 // wgmma_wait the registers of D, and of A if it is in registers, belong to the tensor cores.
 //
@@ -232,9 +232,11 @@ __device__ __forceinline__ void grid_wait_dependency() {
 // The descriptor of a matrix in shared memory. The matrix is rows of 64 bf16 = 128 bytes in TMA's 128-byte swizzle.
 // Eight rows make an atom of 1024 bytes, aligned to 1024. Atoms follow each other every 1024 bytes.
 // #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
-//   not transposed   a row is one m or n, its 64 elements are k. A k-step of 16 is 32 bytes further on.
-//   transposed       a row is one k, its 64 elements are m or n. A k-step of 16 is 2048 bytes further on, and the next
-//                    64 of m or n are `next64` bytes further on.
+//   not transposed   a row is one m or n, its 64 elements are k.
+//                    A k-step of 16 is 32 bytes further on.
+//   transposed       a row is one k, its 64 elements are m or n.
+//                    A k-step of 16 is 2048 bytes further on, and the next 64 of m or n are
+//                    `next64` bytes further on.
 // Bits 0–13 address, 16–29 leading offset (next64), 32–45 stride offset (the atom's 1024), each / 16. 62–63 = 1 means
 // this swizzle.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t next64 = 16) {

@@ -1,6 +1,6 @@
 #include "data/file.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Checksum: four lanes, so that the multiplications overlap and the hash keeps up with memory. Each step is a bijection
 // of the lane for a given word, and of the word for a given lane. Any change of one word therefore changes the result.
 // The two multiplications spread even the top bit of a word over many bits, so that a second small error does not
@@ -53,7 +53,7 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
     return checksum.value();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reading and writing
 
 // Moves all bytes by calls of `once`, which is pread or pwrite. Several threads move a large block, because one copies

@@ -6,20 +6,23 @@
 //   @rule greeting                  Alternatives, one a line, each after its weight.
 //   3 "Good day," said {hero}.
 //   1 {Hero.he} only nodded.
-//   @table person: name, he, him    Rows, equally likely; columns are separated by " | ", and " / " in the first column
-//   Ann / Eve | she | her           stands for several rows that share the other columns.
-//   Tom | he | him
+//   @table person: name, he, him    Rows, equally likely; columns are separated by " | ", and " / "
+//   Ann / Eve | she | her           in the first column stands for several rows that share the
+//   Tom | he | him                  other columns.
 //
 // and inside an alternative:
 //
 //   {fruit}                a choice from that rule. A capital, {Fruit}, capitalises what it writes.
-//   {hero:person}          the same, and the row is remembered as hero. {x:table.column} writes another column.
+//   {hero:person}          the same, and the row is remembered as hero. {x:table.column} writes
+//                          another column.
 //   {hero}                 that same text again: no choice.
-//   {hero.he}              column "he" of the remembered row. A column is a template and may hold choices of its own.
+//   {hero.he}              column "he" of the remembered row. A column is a template and may hold
+//                          choices of its own.
 //   {friend:person!hero}   a choice among the other rows.
 //   (one|two)              a choice among equally likely templates written in place.
 //   [30% text ]            text with that probability, else nothing.
-//   a {fruit}              "an" where what follows starts with a vowel letter. It is not to be an option.
+//   a {fruit}              "an" where what follows starts with a vowel letter. It is not to be an
+//                          option.
 //   ¶                      (with the blanks around it) a line break.
 //
 // Weights are integers and choices are made in integers: the same seed writes the same bytes on every machine.

@@ -1,7 +1,10 @@
 // AdamW (Loshchilov & Hutter 2019, Algorithm 2), after clipping by the global norm.
 //
 //   g ← g·min(1, max_norm/norm)
-//   m ← β₁m + (1−β₁)g;   v ← β₂v + (1−β₂)g²;   m̂ = m/(1−β₁ᵗ);   v̂ = v/(1−β₂ᵗ)
+//   m ← β₁m + (1 − β₁)g
+//   v ← β₂v + (1 − β₂)g²
+//   m̂ = m/(1 − β₁ᵗ)
+//   v̂ = v/(1 − β₂ᵗ)
 //   p ← p − lr·(m̂/(√v̂ + eps) + wd·p)
 //
 // Parameters are kept as fp32 masters. If X is bf16 the model computes with a copy that is rounded
@@ -93,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 template <class X>
 void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v, const float* grads, const float* norm,

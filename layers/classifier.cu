@@ -1,6 +1,9 @@
 // Classifier: softmax cross-entropy over the vocabulary, fused with its gradient.
 //
-//   m = max x,   l = Σ e^{x−m},   loss = m + log l − x[target],   dx[v] = dloss·(e^{x[v]−m}/l − [v = target])
+//   m     = max x
+//   l     = Σ e^{x−m}
+//   loss  = m + log l − x[target]
+//   dx[v] = dloss·(e^{x[v]−m}/l − [v = target])
 //
 // classifier_kernel does this to logits that are there, one block per row. Pass 1 reads the row once and computes m and
 // l together, online as in flash attention. When a thread meets a larger x it rescales its sum. Pass 2 reads the row
@@ -10,7 +13,11 @@
 // For bf16 on sm_90 cross_entropy passes over no logits. Their product's epilogue (layers/sm90) writes exponentials
 // instead, for which m must be known before. So m is the target's own logit c, a product of two rows:
 //
-//   e[v] = e^{x[v]−c},   s = Σ_{v≠target} e[v],   loss = log(1 + s),   dx = scale·e,   scale = dloss/(1 + s)
+//   e[v]  = e^{x[v]−c}
+//   s     = Σ_{v≠target} e[v]
+//   loss  = log(1 + s)
+//   scale = dloss/(1 + s)
+//   dx    = scale·e
 //
 // Here e[target] is −s, so that nothing cancels where s is small. dx is not written. Its consumers are the products
 // dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so rows_kernel scales the rows of inp, and scale_kernel
@@ -76,7 +83,7 @@ __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, flo
     return dx;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
@@ -105,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 constexpr int kRowsWarps = 8;  // of a block, a row each
 constexpr float kLargestSum = 1ull << 40;
@@ -211,7 +218,7 @@ struct Scratch {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 template <class X>
 void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp) {

@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 template <class X>
 void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,

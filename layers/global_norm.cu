@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 template <bool Square>
 static void reduce(const Cuda& dev, float* out, void* scratch, const float* x, float scale, size_t n) {

@@ -1,8 +1,14 @@
 // Layer norm over the last dimension (Ba, Kiros & Hinton 2016).
 //
-//   mean = Σ x / C,   rstd = 1/√(Σ (x − mean)² / C + eps),   n = (x − mean)·rstd,   out = weight∘n + bias
+//   mean = Σ x / C
+//   rstd = 1/√(Σ (x − mean)² / C + eps)
+//   n    = (x − mean)·rstd
+//   out  = weight∘n + bias
 //
-//   g = weight∘dout;   dinp += rstd·(g − mean(g) − n·mean(g∘n));   dweight += Σ_rows dout∘n;   dbias += Σ_rows dout
+//   g         = weight∘dout
+//   dinp     += rstd·(g − mean(g) − n·mean(g∘n))
+//   dweight  += Σ_rows dout∘n
+//   dbias    += Σ_rows dout
 //   dinp_sum += Σ_rows dinp
 //
 // Forward is bound by memory. It reads x and writes out. One warp owns a row and keeps it, so the variance needs no
@@ -308,7 +314,7 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 static void check_channels(int C) {
     if (C < 1 || C > kMaxChannels) throw Error(format("layernorm: C = %d, expected 1..%d", C, kMaxChannels));

@@ -10,7 +10,7 @@
 #include "common/types.h"
 #include "cuda/cuda.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Encoder (encoder.cu): out = wte[token] + wpe[position of t]
 
 // Writes out (B,T,C). tokens (B,T) in [0, V).
@@ -30,7 +30,7 @@ size_t encoder_scratch_bytes(const Cuda& dev, int B, int T, int C);
 size_t encoder_plan_ints(const Cuda& dev, size_t N);
 void encoder_plan(const Cuda& dev, int* plan, const int* tokens, size_t N);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Layer norm (layernorm.cu), over the last dimension
 constexpr float kLayernormEps = 1e-5f;
 
@@ -47,7 +47,7 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
                         int C);
 size_t layernorm_scratch_bytes(const Cuda& dev, int C);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Matmul (matmul.cu), cuBLASLt with cached plans: out = inp·weightᵀ + bias
 
 // Writes out (N,OC). inp (N,C), weight (OC,C), bias (OC) or null. Adds residual (N,OC), which may be out, unless that is
@@ -83,16 +83,17 @@ size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC)
 // The bias gradient of the matmul that makes q, k and v, whose output gradient is dqkv (N,3C). The projection behind
 // attention has the weight projw (C,C) and the bias gradient dprojb (C). Only q's part needs a sum over dqkv.
 //   dqkvb[0, C)    q: adds the sum of dq's rows.
-//   dqkvb[C, 2C)   k: always zero, not touched. Adding the same vector to every key shifts a row's logits equally,
-//                  which softmax ignores.
-//   dqkvb[2C, 3C)  v: writes dprojb·projw. Rows of P sum to 1, so Σ dv = Σ Pᵀ·dout = Σ dout, and dout = dproj·projw.
+//   dqkvb[C, 2C)   k: always zero, not touched. Adding the same vector to every key shifts a row's
+//                  logits equally, which softmax ignores.
+//   dqkvb[2C, 3C)  v: writes dprojb·projw. Rows of P sum to 1, so Σ dv = Σ Pᵀ·dout = Σ dout, and
+//                  dout = dproj·projw.
 // Needs qkv_bias_scratch_bytes() of scratch.
 template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
                        size_t N, int C);
 size_t qkv_bias_scratch_bytes(const Cuda& dev, int C);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The activation f (activation.cu, cuda/activation.cuh), which is GELU in its tanh form
 
 // Writes out (n).
@@ -107,7 +108,7 @@ void activation_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void
                          const X* inp, const X* dout, size_t N, int C);
 size_t activation_scratch_bytes(const Cuda& dev, int C);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Classifier (classifier.cu): logits = inp·weightᵀ, and softmax cross-entropy over them
 
 // Writes losses (N) = −log softmax(logits)[target]. inp (N,C), weight (Vp,C). If dloss != 0 it prepares for the backward
@@ -129,7 +130,7 @@ size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp);
 template <class X>
 void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reductions and the optimizer (global_norm.cu, adamw.cu)
 
 // Writes out[0] = scale · Σ x. Deterministic. Needs reduce_scratch_bytes() of scratch.
@@ -153,7 +154,7 @@ template <class X>
 void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v, const float* grads, const float* norm,
                   const ParamRange* ranges, int num_ranges, const AdamW& hyper);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What parameters start from (parameters.cu)
 
 // Writes x[i] = mean + sigma·z, rounded to float and then to X. z is a standard normal number that depends on seed and

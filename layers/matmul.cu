@@ -1,8 +1,8 @@
 // The three products of a linear layer, through cuBLASLt, and the bias gradient of q, k and v.
 //
-//   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, and GELU or a residual, in the epilogue
-//   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      GELU's derivative has only slow algorithms there
-//   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
+//   out      = inp·weightᵀ + bias  (N,OC) = (N,C)·(C,OC)   epilogue: bias, and GELU or a residual
+//   dinp     = dout·weight         (N,C)  = (N,OC)·(OC,C)  epilogue: slow with GELU's derivative
+//   dweight += doutᵀ·inp           (OC,C) = (OC,N)·(N,C)   fp32 output, beta = 1, or 0 to write it
 //
 // On Hopper matmul_sm90.cu does the products with an activation behind or before them, if the shape
 // allows. The bias gradient, derived in layers.h, has kernels of our own, which add in a fixed
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(1024)
     if (threadIdx.x < kWarp && c < C) out[c] = sum;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 void check_sizes(int C, int OC) {
     if (C < 1 || OC < 1) throw Error(format("matmul: C = %d, OC = %d, expected at least 1", C, OC));

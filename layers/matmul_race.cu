@@ -28,7 +28,7 @@ __global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int s
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // What an algorithm makes of its operands: checksums.
 struct Outcome {

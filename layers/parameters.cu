@@ -1,6 +1,7 @@
 // What a model's parameters start from: random numbers, or those of a file of another type.
 //
-//   init_normal:  x[i] = mean + σ·z(seed, first + i),  z ~ N(0, 1)      convert:  out[i] = To(in[i])
+//   init_normal:  x[i]   = mean + σ·z(seed, first + i),  z ~ N(0, 1)
+//   convert:      out[i] = To(in[i])
 //
 // z is computed from its index alone (common/random.h), so that every rank can fill just its own part, and in double, so
 // that the logarithm and the cosine of every machine round to the same float, up to one unit in the last place. One

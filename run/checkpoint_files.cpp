@@ -7,7 +7,8 @@
 //   identity model: L=12 NH=12 …        what must be the same to resume, one line for each field
 //   recipe -l: 0.0003                   what may be changed on purpose
 //   step: 1000                          and the other counters
-//   optimizer bytes: 995514368          m and v, in bf16 also the fp32 master weights, in the order of the parameters
+//   optimizer bytes: 995514368          m and v, in bf16 also the fp32 master weights, in the order
+//                                       of the parameters
 //   checksum: 0123456789abcdef          of the head up to this line, and of the bytes
 //
 #include "run/checkpoint_files.h"
@@ -23,7 +24,7 @@
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // llm.c's model files
 
 size_t Config::num_parameters() const {
@@ -71,7 +72,7 @@ std::string words(const ModelHeader& header) {
     return format("%s, L=%d NH=%d C=%d V=%d", name_of(header.dtype), c.L, c.NH, c.C, c.V);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Training state
 
 namespace {
@@ -224,7 +225,7 @@ void StateFile::check_whole_file() {
     check();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The checkpoints of a run
 
 std::string model_path(const std::string& dir, int step) {

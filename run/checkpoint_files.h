@@ -22,8 +22,10 @@ inline std::string hex(uint64_t checksum) {
     return format("%016zx", checksum);
 }
 
-// ---- llm.c model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and header[2..7] =
-// maxT, V, L, NH, C, Vp. The sixteen tensors follow in llm.c's order, each stacked over layers.
+// -------------------------------------------------------------------------------------------------
+// llm.c model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and
+// header[2..7] = maxT, V, L, NH, C, Vp. The sixteen tensors follow in llm.c's order, each stacked
+// over layers.
 struct Config {
     int max_T, V, Vp, L, NH, C;  // positions, vocabulary, padded vocabulary, layers, heads, channels
 
@@ -42,7 +44,9 @@ std::string words(const ModelHeader&);  // "fp32, L=12 NH=12 C=768 V=50257"
 ModelHeader read_model_header(const std::string& path);
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 
-// ---- Training state (ours): a text head, one checksum, then the optimizer's arrays (checkpoint_files.cpp has the format).
+// -------------------------------------------------------------------------------------------------
+// Training state (ours): a text head, one checksum, then the optimizer's arrays
+// (checkpoint_files.cpp has the format).
 
 // What a run is, by name. A resumed run must have `fields` in common with the one before, whereas
 // `recipe`, the schedule and the optimizer's options, may be changed on purpose.
@@ -78,9 +82,10 @@ class StateFile {
     Checksum64 checksum_{0};
 };
 
-// ---- The checkpoints of a run are model_00001000.bin and state_00001000.bin in its output directory. The state is
-// written first and the model gets its name last, so a checkpoint is there when its model is. A model without a state
-// is the user's: it is never deleted and never overwritten.
+// -------------------------------------------------------------------------------------------------
+// The checkpoints of a run are model_00001000.bin and state_00001000.bin in its output directory.
+// The state is written first and the model gets its name last, so a checkpoint is there when its
+// model is. A model without a state is the user's: it is never deleted and never overwritten.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
 

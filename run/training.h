@@ -71,7 +71,7 @@ struct Run {
                      .ranks = ranks.size,
                      .peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32)}) {}
 
-    // -----------------------------------------------------------------------------------------------------------------
+    // ---------------------------------------------------------------------------------------------
     // Before the first step
 
     void describe() const {
@@ -149,7 +149,7 @@ struct Run {
         log.write(row.add("settings", settings).add("floor_nats", data.floor));
     }
 
-    // -----------------------------------------------------------------------------------------------------------------
+    // ---------------------------------------------------------------------------------------------
     // The parts of a step that need more than one of the members
 
     bool goes_on() const { return step < o.max_steps && !stop.signal() && !stop.failed(); }
@@ -184,7 +184,7 @@ struct Run {
         stop.defer_error([&] { log.write(row); });
     }
 
-    // -----------------------------------------------------------------------------------------------------------------
+    // ---------------------------------------------------------------------------------------------
     // After the last step
 
     // How it went, what is kept, what to do next.

@@ -1,8 +1,11 @@
 // Blockwise attention on one device (Liu & Abbeel 2023). The queries and keys of a sequence come in chunks of any size,
 // forward and backward. Ring attention (ring.h) does the same with the chunks on different GPUs.
 //
-//   forward    (o, lse) ← merge((o, lse), piece) for each piece;  out = X(o)
-//   backward   dq, dk, dv ← 0;  dq, dk, dv += piece(out, lse) for each piece, with the out and lse of the whole row
+//   forward    (o, lse) ← merge((o, lse), piece)    for each piece
+//              out = X(o)
+//   backward   dq, dk, dv ← 0
+//              dq, dk, dv += piece(out, lse)        for each piece, with the out and lse of the
+//                                                   whole row
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once

@@ -49,7 +49,7 @@ __global__ void add_kernel(AttentionShape s, Heads<Y> dst, Heads<Z> a, Heads<Z> 
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 template <class... P, class... Arguments>
 void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const AttentionShape& s, Arguments... arguments) {

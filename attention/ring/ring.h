@@ -1,10 +1,12 @@
 // Ring attention (Liu et al. 2023) splits one sequence over N ranks, each with T/N of its tokens. Keys and values
 // travel around the ring. At every stop a rank runs its queries with them and merges the results in fp32.
 //
-//   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the next from r − 1
-//   forward:   (o, lse) ← merge((o, lse), piece)
-//   backward:  dq += …;  dk and dv travel a step behind their keys, each rank adds to them, and after N − 1 hops
-//              they are home. Those of a late chunk travel only from the first rank that sees it
+//   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the
+//                     next from r − 1
+//   forward:          (o, lse) ← merge((o, lse), piece)
+//   backward:         dq += …;  dk and dv travel a step behind their keys, each rank adds to them,
+//                     and after N − 1 hops they are home. Those of a late chunk travel only from
+//                     the first rank that sees it
 //
 // A rank computes on the keys it has while the next ones travel. README.md shows why only the first step needs a mask,
 // and why the error does not grow with N. A rank's tensors hold its 2·Tc tokens, the early chunk's first.

@@ -1,11 +1,15 @@
 // The errors of every attention kernel against fp64, beside the errors of naive in the same precision on the same
 // inputs.
 //
-//   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh), checked against layers/cpu's plain loops first
-//   yardstick  naive in the same precision, in fp32 without TF32. naive_tf32 is shown beside it and has no bound
-//   inputs     N(0,1), q five times as large, mean +0.5. For bf16 kernels they are rounded first, also for the oracle
-//   figures    of out, lse, dq, dk, dv: largest and mean absolute error, relative L2 error, signal-to-noise ratio
-//              20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's largest and L2 error, which dev/common/bounds.h bounds
+//   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh), checked against layers/cpu's
+//              plain loops first
+//   yardstick  naive in the same precision, in fp32 without TF32. naive_tf32 is shown beside it and
+//              has no bound
+//   inputs     N(0,1), q five times as large, mean +0.5. For bf16 kernels they are rounded first,
+//              also for the oracle
+//   figures    of out, lse, dq, dk, dv: largest and mean absolute error, relative L2 error,
+//              signal-to-noise ratio 20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's
+//              largest and L2 error, which dev/common/bounds.h bounds
 //
 // naive always runs. Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
 //
@@ -55,7 +59,7 @@ static void check_oracle(const Cuda& dev, int HS) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // One shape and input
 
 static const Input kInputs[] = {{"normal", "N(0,1)"},

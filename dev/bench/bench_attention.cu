@@ -1,13 +1,17 @@
 // Times the attention kernels. Each is validated first, on the inputs it is then timed with.
 //
-//   validation  relative L2 error of out, lse, dq, dk, dv against fp64 (dev/common/oracle.cuh). Outputs, att and
-//               scratch start as NaN. A kernel that fails gets no time, and the program ends with 1.
-//   timing      both protocols of bench.h. Small problems rotate through copies of all buffers. Their forward passes
-//               touch twice the L2 cache in total, so that every run reads from memory.
+//   validation  relative L2 error of out, lse, dq, dk, dv against fp64 (dev/common/oracle.cuh).
+//               Outputs, att and scratch start as NaN. A kernel that fails gets no time, and the
+//               program ends with 1.
+//   timing      both protocols of bench.h. Small problems rotate through copies of all buffers.
+//               Their forward passes touch twice the L2 cache in total, so that every run reads
+//               from memory.
 //   passes      a kernel without backward is validated and timed forward only, and a line says so.
-//   figures     ms, TFLOP/s, % of the GEMM rate in the same protocol, speed-up over naive in the same precision.
-//               A forward pass counts 4·B·NH·T²·HS FLOPs (half of it if causal), a backward pass 2.5 times that.
-//   naive_tf32  is naive with TF32 products (fp32 data, 10 bits of each factor). naive itself has none.
+//   figures     ms, TFLOP/s, % of the GEMM rate in the same protocol, speed-up over naive in the
+//               same precision. A forward pass counts 4·B·NH·T²·HS FLOPs (half of it if causal), a
+//               backward pass 2.5 times that.
+//   naive_tf32  is naive with TF32 products (fp32 data, 10 bits of each factor). naive itself has
+//               none.
 //
 // A shape that a kernel's buffers do not fit is not timed.
 //
@@ -53,7 +57,7 @@ double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
     return worst;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Measurement
 
 using Measured = std::array<Figures, 2>;  // forward, backward

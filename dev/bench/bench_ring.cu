@@ -1,9 +1,11 @@
 // The ring's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
 //
-//   single     the time of one GPU's kernel for all tokens, divided by N. Without any cost a ring would take this long
-//   ring       the slowest rank's time, from a start that all ranks reach together (a collective before the clock)
-//   no travel  compute only: the same calls without communication. Against single it shows the cost of cutting, and
-//              against ring the transfers that compute does not hide
+//   single     the time of one GPU's kernel for all tokens, divided by N. Without any cost a ring
+//              would take this long
+//   ring       the slowest rank's time, from a start that all ranks reach together (a collective
+//              before the clock)
+//   no travel  compute only: the same calls without communication. Against single it shows the cost
+//              of cutting, and against ring the transfers that compute does not hide
 //   hop        the keys and values of all ranks go to the next rank, and nothing else happens
 //
 // A shorter ring is validated first, by the bounds of dev/test_ring. dev/common/bench.h has the protocols.

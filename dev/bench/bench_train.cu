@@ -2,9 +2,9 @@
 // loss. Token ids are random, each as often as in text. The figures are sustained. After 3 s of steps to warm up it
 // takes the mean of the next 5 s.
 //
-//   ./dev/bench_train                                    GPT-2 124M in bf16 at several B
+//   ./dev/bench_train                   GPT-2 124M in bf16 at several B
+//   ./dev/bench_train --generation      a generated token, early and late in a text
 //   ./dev/bench_train --model d12 --shapes 64x1024 --precision bf16 --attention flash --json
-//   ./dev/bench_train --generation                       a generated token, early and late in a text
 //
 // It validates first. Unless the loss starts at ln V and falls over 20 steps on one batch, it prints no time.
 #define TRAIN_GPT2_NO_MAIN
@@ -18,7 +18,7 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // --breakdown runs the same model over a backend that is Cuda with a stopwatch around every layer call. The cost of a
 // call is its FLOPs and the least bytes that it must move, with every tensor read or written once.
 
@@ -158,7 +158,7 @@ void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, 
            [&](const Cuda& dev) { adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper); });
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 struct Bench : Output {
     std::string model = "d12", shapes, precision = "bf16", attention = "flash";

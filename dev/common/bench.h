@@ -122,7 +122,7 @@ inline std::vector<BatchShape> parse_shapes(const std::string& text) {
     return shapes;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Device memory and random inputs
 
 using DeviceMemory = std::unique_ptr<void, std::function<void(void*)>>;
@@ -146,7 +146,7 @@ void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed) {
     LAUNCH_CHECK("normal_kernel");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The GEMM rate is what cuBLAS reaches on a large square product in X, in TFLOP/s. In fp32 dev.tf32 decides about TF32
 
 template <class X>
@@ -185,7 +185,7 @@ inline Figures copy_rate(const Cuda& dev) {
     return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Result rows: dev/results/<gpu>/<bench>.jsonl
 
 inline std::string first_line_of(const char* command) {

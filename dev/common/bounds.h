@@ -1,6 +1,7 @@
 // How large an attention kernel's error against fp64 may be. dev/test_attention and dev/accuracy use these rules.
 //
-//   max|kernel − ref64| ≤ max·max|naive − ref64| + tiny        ‖kernel − ref64‖ ≤ l2·‖naive − ref64‖
+//   max|kernel − ref64| ≤ max·max|naive − ref64| + tiny
+//   ‖kernel − ref64‖    ≤ l2·‖naive − ref64‖
 //
 // naive runs in the same precision (fp32 without TF32) on the same inputs, which are rounded to X first. The rule asks
 // for no more accuracy than the type has. Unlike an absolute tolerance it adapts to shape and inputs.

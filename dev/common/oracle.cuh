@@ -27,7 +27,7 @@ inline unsigned blocks_of(size_t threads) {
     return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The oracle
 
 // Every thread gets the result. NaN wins a maximum.
@@ -159,7 +159,7 @@ void for_each_head(const Cuda& dev, const X* qkv, const X* dout, const Attention
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Errors against it
 
 // The sums over one tensor.

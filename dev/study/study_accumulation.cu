@@ -1,19 +1,23 @@
 // What do fp16 sums inside flash attention's forward buy, and what do they cost? This is a study, not a kernel of the
 // ladder. Attention is causal, HS is 64, and q, k, v and out are fp16.
 //
-//   S = Q Kᵀ                 summed by the tensor cores in fp32 or in fp16                          qk16
-//   P = exp(scale·S − m)     one by one in fp32, or in pairs by ex2.approx.f16x2                    exp16
-//   O = e^{m−m'} O + P V     summed in fp32, in fp16, or in fp16 for a tile of keys, fp32 between   pv16, pv16tile
-//   registers                those that sums in fp16 leave free, for 3 blocks an SM, not 2          more-warps
+//   S = Q Kᵀ               summed by the tensor cores in fp32 or in fp16            qk16
+//   P = exp(scale·S − m)   one by one in fp32, or in pairs by ex2.approx.f16x2      exp16
+//   O = e^{m−m'} O + P V   summed in fp32, in fp16, or in fp16 for a tile of keys,  pv16, pv16tile
+//                          fp32 between
+//   registers              those that sums in fp16 leave free, for 3 blocks an SM,  more-warps
+//                          not 2
 //
 // Each choice is a flag of the kernel's template parameter. The kernel differs from flash_bf16 (sm_80+) in two
 // points. m is the true running maximum, so P ≤ 1 holds and with it the sums' bounds. Registers write out directly. Operands are fp16, because tensor cores sum no others in fp16.
 //
 //   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh)
 //   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16 and sums in fp32
-//   inputs     N(0,1), q five times as large, q and k 8 and 64 times, v N(0.5,1) times 1000, and all of mean 0.5
-//   figures    of out: largest error, relative L2 error, signal-to-noise ratio, the multiple of naive's L2 error, and
-//              how many elements are not finite. TFLOP/s, cool (dev/common/bench.h)
+//   inputs     N(0,1), q five times as large, q and k 8 and 64 times, v N(0.5,1) times 1000, and
+//              all of mean 0.5
+//   figures    of out: largest error, relative L2 error, signal-to-noise ratio, the multiple of
+//              naive's L2 error, and how many elements are not finite. TFLOP/s, cool
+//              (dev/common/bench.h)
 //
 // A variant's errors come first. If at N(0,1), T = 1024 its L2 error is more than 4 times naive's, or is no number, it
 // is not timed and the exit code is 1. What longer sequences and other inputs do to it, overflow too, is the study's
@@ -46,7 +50,7 @@ constexpr int HS = 64;
 
 enum Flags { kQk16 = 1, kPv16 = 2, kPv16Tile = 4, kExp16 = 8, kMoreWarps = 16 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Two neighbouring columns, in fp32 or in fp16. With g = lane/4 and t = 2·(lane%4) a lane holds columns t and t + 1 of two
 // rows of a 16 × 8 tile of S, P or O: [0] of row g, [1] of row g + 8. P is an A operand in the same layout.
 
@@ -95,7 +99,7 @@ __device__ __forceinline__ void mma(C* c, const uint32_t (&a)[4], const uint32_t
     mma_m16n8k16_f16(c[1], a, b[2], b[3]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The kernel. A block has 4 warps of 32 queries each. K and V come through a 2-stage ring by cp.async (see flash_bf16.cu)
 
 constexpr int M = 2, kBlock = 128, Br = kBlock / 32 * 16 * M, Bc = 64, KvBytes = Bc * HS * 2;
@@ -246,7 +250,7 @@ void forward(const Cuda& dev, const AttentionForward<__half>& c) {
            mma_kernel<F>, args);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Naive, the yardstick. P takes the place of S in att
 
 __global__ void softmax_kernel(__half* s, int T) {  // a block owns a row
@@ -279,7 +283,7 @@ void naive(const Cuda& dev, const AttentionForward<__half>& c) {
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The study
 
 template <int F>

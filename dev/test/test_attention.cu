@@ -37,7 +37,7 @@ static Cuda& gpu() {
     return dev;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Device memory
 
 using Memories = std::initializer_list<const LateMemory*>;
@@ -54,15 +54,15 @@ std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
     return values;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Problems: a shape, its inputs, and the fp64 result
 
 // Three have logits of up to ±Case::logit:
 //   constant  every logit is Case::logit, exactly if scale·HS is 8
-//   mixed     a row's logits are of any size, and of one sign. The last row's are negative, because a kernel could take
-//             its lse for the lse of rows beyond Tq.
-//   ramp      they rise along the keys, 16 at a time, in half of the rows, and fall in the others. So the maximum rises
-//             by hundreds whichever way a kernel walks.
+//   mixed     a row's logits are of any size, and of one sign. The last row's are negative, because
+//             a kernel could take its lse for the lse of rows beyond Tq.
+//   ramp      they rise along the keys, 16 at a time, in half of the rows, and fall in the others.
+//             So the maximum rises by hundreds whichever way a kernel walks.
 //   tail      the last 128 keys have nearly all of the weight, and thousands of others the same
 //             tiny one each. What a tile of those adds to a row's sum of P is just below half a
 //             unit in the sum's last place. So a sum that starts with the last keys loses all
@@ -377,7 +377,7 @@ const Problem<X>& problem(Case c) {  // by value, because g++ 13 takes a referen
     return cache.emplace(c.text(), std::move(p)).first->second;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Runs, and the bounds of their errors
 
 // Device copies of a problem's inputs, `copies` times over, and poisoned outputs. If Y is not X, forward runs twice,
@@ -628,7 +628,7 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     check_result(kernel, p, got, rough, pieces.size(), rounding);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The properties that are tested of every kernel
 
 // Walks through the product of shapes and inputs. The counters' periods are coprime, so every pair of values meets.
@@ -949,7 +949,7 @@ void many(const AttentionKernel<X>& kernel) {
 }
 constexpr int kBig = (size_t{1} << 31) / (65 * 25 * 64);  // so many copies of out have 2³¹ elements
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Which kernel the trainer takes. dev/test_gpt2 has the layer itself, in a model's gradients and in generation
 
 // Scratch that is enough for a call without a mask is enough with one, and with fewer queries or keys. A ring's memory
@@ -1010,7 +1010,7 @@ TEST(names) {
     CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"magic"}, 64), "no such kernel");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Calls that are refused. These tests need no GPU, because no refused call comes to one
 
 // A device that nobody may touch.
@@ -1276,7 +1276,7 @@ TEST(refused_fp32_results) {
     check_refusals(&Refusals<bf16>::fp32);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What pieces are made of (attention/ring/pieces.h), in rows of any width
 
 // The same numbers in X on the device and in fp64 on the host.
@@ -1456,7 +1456,7 @@ TEST(add_of_wide_rows) {
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Rings (attention/ring), with the kernel that --attention flash names on this GPU. dev/test_ring has the CPU's
 
 TEST(ring_of_threads) {
@@ -1476,7 +1476,7 @@ TEST(ring_errors_do_not_grow_on_a_gpu) {
     check_local_rings<bf16>(gpu(), whole(1, 2048, 4, 64), 1, 0, 5);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // One test per kernel and property
 
 template <class X>

@@ -1,7 +1,8 @@
 // Tests of data/ and of what run/ reads and writes: log, checkpoints, tokenizer, loader, questions. They provoke every
 // error and read its one line.
 //
-//   ./dev/test_data            all        ./dev/test_data loader     those with "loader" in their name
+//   ./dev/test_data            all
+//   ./dev/test_data loader     those with "loader" in their name
 #include <sys/resource.h>
 
 #include <climits>
@@ -23,7 +24,7 @@ namespace fs = std::filesystem;
 using Strings = std::vector<std::string>;
 using Tokens = std::vector<int>;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Helpers
 
 namespace {
@@ -68,7 +69,7 @@ struct GoodFile {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Log
 
 TEST(log_json) {
@@ -190,7 +191,7 @@ TEST(log_rows_that_are_no_json_are_dropped) {
     CHECK(contains(warnings, path) && contains(warnings, " 3 rows\n"));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Threads
 
 // A container's quota counts like fewer cores, as do the quotas of the groups around it.
@@ -217,7 +218,7 @@ TEST(threads_of_the_cpu) {
         CHECK(contains(shell("unset OMP_NUM_THREADS OMP_THREAD_LIMIT; env " + std::string(one) + train + text).out, "CPU, 1 thread,"));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Files written whole or not at all, and their checksum
 
 // The values are pinned, because files on disk depend on them.
@@ -247,7 +248,7 @@ TEST(atomic_file) {
     CHECK_ERROR(write_whole_file(here + "/taken", {}), here + "/taken: cannot open: Is a directory");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Model, state, tokenizer and questions
 
 static const ModelHeader kTiny = {DType::f32, {16, 50, 128, 2, 2, 8}};
@@ -548,7 +549,7 @@ TEST(choices) {
     CHECK_ERROR(file.read(path), "length of an ending at offset 1042");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Loader
 
 namespace {
@@ -906,7 +907,7 @@ TEST(vocabulary_of_a_large_shard) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What no reader takes for its file
 
 // Whatever a pointer of Git LFS is called, it is no data and no text.

@@ -41,7 +41,7 @@ void check_commands(const std::vector<Command>& commands) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two. What CPU ranks compute is
 // checked elsewhere, because dev/test_recipe compares it with fp64.
 
@@ -72,7 +72,7 @@ std::string as_rank(int rank, int size, int port) {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Options
 
 // What the program makes of arguments: the options that no longer have their defaults, or what is wrong.
@@ -201,7 +201,7 @@ TEST(options_that_a_mode_would_ignore_are_named) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The program
 
 // Parsing has its errors above.
@@ -500,7 +500,7 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
     CHECK(r.code == 130 && !contains(r.out, "interrupted at step") && newest_model(out) == -1);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Several ranks
 
 // Trains alone and in other ways on the first GPUs. In bf16 a tiny model's losses diverge soon after any difference. If
@@ -612,7 +612,7 @@ TEST(ranks_that_differ_are_refused) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus recomputes. In 40
 // steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.

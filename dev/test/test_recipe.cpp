@@ -18,7 +18,7 @@ namespace {
 using Vec = std::vector<double>;
 using Tokens = std::vector<int>;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The model is GPT-2 in double
 
 struct Gpt2 {
@@ -102,7 +102,7 @@ int answer_of(const Vec& losses) {
     return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What the runs read: token shards and questions
 
 // A few tokens after the last whole window belong to no window.
@@ -131,7 +131,7 @@ const std::string kValOptions = "-j " + write_shard(dir() + "/val.bin", kVal) + 
 const std::string kQuestionOptions = "--hellaswag " + dir() + "/choices.bin ";
 const std::string kModelOptions = "-e " + model_file(kEndOften) + " ";
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What the runs write
 
 std::string text_of(const std::string& row) {
@@ -189,7 +189,7 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The recipe
 
 constexpr int kSteps = 24;

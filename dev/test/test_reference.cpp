@@ -62,7 +62,7 @@ static void check_close(const std::string& what, const std::vector<X>& got, cons
         test::report(__FILE__, __LINE__, format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // A layer with all its tensors, in float or double. What it writes starts as NaN, and what it adds into starts random.
 // The names tell what belongs together. The result "dx" is the gradient of the input "x", and the input "dout" weights
@@ -328,7 +328,7 @@ static Layer<X> classifier_layer(int N, int V, int Vp) {
     return l;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 TEST(encoder) {
     for (auto [B, T, C] : {std::array{1, 1, 1}, {2, 5, 3}, {3, 17, 130}}) CHECK_LAYER(encoder_layer, B, T, C, 7);

@@ -16,7 +16,7 @@ namespace {
 // With one thread a run of such a small model takes a third of the time.
 const bool kOneThread = !setenv("OMP_THREAD_LIMIT", "1", 1);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The model and its data
 
 // The shards have 7, 4 and 11 windows of 16 tokens.
@@ -45,7 +45,7 @@ std::string asking_options() {
     return options() + "--hellaswag " + path + " ";
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What a run has written
 
 std::set<std::string> files_of(const std::string& folder) {
@@ -109,7 +109,7 @@ const std::string& straight_run() {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Going on
 
 TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
@@ -452,7 +452,7 @@ TEST(ranks_end_together_after_a_signal) {
     CHECK(newest_model(out) >= 7 && rows(out, "train").size() == size_t(newest_model(out)));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // One directory, one run
 
 TEST(a_second_run_in_a_directory_is_refused) {
@@ -579,7 +579,7 @@ TEST(a_checkpoint_that_cannot_be_written_ends_with_one_more_try) {
     CHECK(rows(out, "train").size() == size_t(saved));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What is refused. dev/test_data has all differences and damages that a state or a model shows by itself.
 
 // Other settings are refused by name, with the checkpoint's value and the run's.
@@ -645,7 +645,7 @@ TEST(refuses_damaged_checkpoints) {
     check_same("state", read_file(state_path(out, kSteps)), read_file(state_path(straight_run(), kSteps)));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The files
 
 TEST(which_checkpoints_are_written_and_kept) {

@@ -1,10 +1,13 @@
 // Every layer as plain loops: the specification of the kernels, their fp64 oracle, and the trainer without a GPU.
 //
 // Each function is its formula. Three conventions hold throughout:
-//   - A parallel loop runs over outputs. One thread does all of an output's sum in a fixed order, so results do not
-//     depend on the number of threads. Sums over rows (weight gradients) run in parallel over slices of columns.
-//   - Sums are kept in A = Acc<X>, here X itself. Only the reductions, over millions of terms, use double.
-//   - `omp simd reduction` gives a sum one part per vector lane, which C++ alone forbids. The order is fixed.
+//   - A parallel loop runs over outputs. One thread does all of an output's sum in a fixed order,
+//     so results do not depend on the number of threads. Sums over rows (weight gradients) run in
+//     parallel over slices of columns.
+//   - Sums are kept in A = Acc<X>, here X itself. Only the reductions, over millions of terms, use
+//     double.
+//   - `omp simd reduction` gives a sum one part per vector lane, which C++ alone forbids. The order
+//     is fixed.
 // The exception to plainness is add_product, the matrix product, which has to be fast.
 #include "layers/cpu/reference.h"
 
@@ -29,7 +32,7 @@ extern "C" __attribute__((simd("notinbranch"))) double exp(double) noexcept;
 
 constexpr size_t kBlock = 1024;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The device
 
 Cpu::Cpu(int threads) {
@@ -51,7 +54,7 @@ void* Cpu::alloc(size_t bytes) const {
 // In a sum over rows one thread takes this many columns at a time. They are whole cache lines, and enough to vectorise.
 constexpr int kSlice = 64;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Encoder: out[b,t] = wte[token[b,t]] + wpe[position of t]
 
 template <class X>
@@ -80,7 +83,7 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Layer norm (Ba, Kiros & Hinton 2016): x̂ = (x − mean)·rstd, rstd = 1/√(variance + eps); out = weight·x̂ + bias
 //
 // Backward, with dx̂ = weight·dout and avg the mean over the row:
@@ -144,7 +147,7 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
     if (dinp_sum) add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Matmul: out = inp·weightᵀ + bias;  dinp = dout·weight, dweight = doutᵀ·inp
 
 // A matrix read through strides: element (i, j) is p[i·row + j·col].
@@ -256,7 +259,7 @@ void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, co
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The activation f, which is GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016):
 // f(x) = ½x(1 + tanh u) with u = √(2/π)·(x + 0.044715 x³)
 //
@@ -306,12 +309,16 @@ void activation_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void
     add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Attention, one row (query) at a time: s = scale·Kq over the keys the query sees, lse = log Σ exp s, p = exp(s − lse),
 // out = Vᵀp
 //
 // Backward (Dao et al. 2022, appendix B.4) takes p from the kept lse, and D = do·o:
-//   dv_j += p_j do;   dp_j = do·v_j;   ds_j = p_j (dp_j − D);   dq += scale·ds_j k_j;   dk_j += scale·ds_j q
+//   dp_j  = do·v_j
+//   ds_j  = p_j (dp_j − D)
+//   dq   += scale·ds_j k_j
+//   dk_j += scale·ds_j q
+//   dv_j += p_j do
 // D replaces the sum Σ_j p_j dp_j in the softmax's derivative: Σ_j p_j (do·v_j) = do·Σ_j p_j v_j = do·o.
 
 template <class X>
@@ -448,7 +455,7 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
     });
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Classifier: loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target];  dx = dloss·(softmax(x) − onehot)
 
 template <class X>
@@ -472,7 +479,7 @@ void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reductions: one thread each, in double
 
 template <class A>
@@ -498,9 +505,13 @@ size_t count_nonfinite(const Cpu&, void*, const X* x, size_t n) {
     return count;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // AdamW (Loshchilov & Hutter 2019, Algorithm 2), after clipping g by the global norm:
-//   m ← β₁m + (1 − β₁)g;  v ← β₂v + (1 − β₂)g²;  p ← p − lr·(m̂/(√v̂ + ε) + λp),  m̂ = m/(1 − β₁ᵗ), v̂ = v/(1 − β₂ᵗ)
+//   m ← β₁m + (1 − β₁)g
+//   v ← β₂v + (1 − β₂)g²
+//   m̂ = m/(1 − β₁ᵗ)
+//   v̂ = v/(1 − β₂ᵗ)
+//   p ← p − lr·(m̂/(√v̂ + ε) + λp)
 
 template <class X>
 void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Acc<X>* grads, const Acc<X>* norm,
@@ -529,7 +540,7 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 #define INSTANTIATE(X)                                                                             \
     template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int,   \

@@ -1,10 +1,13 @@
 // Matmul with more work on each tile, bf16: wgmma + TMA + mbarrier, warp-specialised, clusters of two (sm_90a).
 //
-//   forward       pre = A·B + bias,     out = f(pre)         A = inp (N,K),   B = weightᵀ (K,OC)
-//   backward      dpre = (A·B)∘f'(pre), out = f(pre)         A = dout (N,K),  B = weight (K,OC)
+//   forward       pre  = A·B + bias                        A = inp (N,K),   B = weightᵀ (K,OC)
+//                 out  = f(pre)
+//   backward      dpre = (A·B)∘f'(pre)                     A = dout (N,K),  B = weight (K,OC)
+//                 out  = f(pre)
 //                 dpre_sum += Σ_rows dpre
-//   exponentials  out = exp(A·B − shift of the row)          A, B as forward
-//                 and each row's sum of a tile's columns     0 and not in the sum: the row's target, and padding
+//   exponentials  out  = exp(A·B − shift of the row)       A, B as forward
+//                 and each row's sum of a tile's columns   0 and not in the sum: the row's target,
+//                                                          and padding
 //
 // f is the MLP's activation, GELU (cuda/activation.cuh).
 //
@@ -15,9 +18,9 @@
 // Here two kinds of warps share the work on a tile. The MMA warps multiply, leave the tile in shared memory as bf16 and
 // begin the next one. The epilogue warps finish it, a row at a time, 16 bytes a lane, while the tensor cores work.
 //
-//   8 MMA warps                     tile i: K in chunks of 64 │ to D │ tile i + 1: …            │ to D │ …
-//   3 epilogue warps, or 7          tile i − 1                       │ tile i: f, to memory            │ tile i + 1 …
-//   1 producer                      TMA, three chunks ahead
+//   8 MMA warps              tile i: K in chunks of 64 │ to D │ tile i + 1: … │ to D │ …
+//   3 epilogue warps, or 7   tile i − 1                       │ tile i: f, to memory │ tile i + 1 …
+//   1 producer               TMA, three chunks ahead
 //
 // A block's tile is 128 × 256. Each of two warpgroups has 64 rows, which is 128 accumulators a thread. Three warpgroups
 // leave a thread 168 registers, and m64n256k16 wants 154. Backward's epilogue has twice the work. If K is short, that
@@ -32,10 +35,12 @@
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
 //   B        shared memory, these stages   forward: as A, a row is one of OC
-//                                          backward: panels of 64 of OC, a row is one of K, transposed by wgmma
+//                                          backward: panels of 64 of OC, a row is one of K,
+//                                          transposed by wgmma
 //   sums     registers                     accumulator of m64n256k16, or two of m64n128k16
-//   D        shared memory, 128 rows       rows of 512 bytes, 16-byte piece c of row r at c ^ (r % 8). Exponents of 2
-//                                          are there in fp16, which is exacter than bf16 and has range enough
+//   D        shared memory, 128 rows       rows of 512 bytes, 16-byte piece c of row r at
+//                                          c ^ (r % 8). Exponents of 2 are there in fp16, which is
+//                                          exacter than bf16 and has range enough
 //
 //   barrier     who arrives                           who waits
 //   full[3]     the producer; bytes: A, halves of B   the MMA warps
