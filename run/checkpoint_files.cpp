@@ -151,12 +151,16 @@ Head read_head(const InputFile& file) {
     return head;
 }
 
-// The fields of a kind that differ, each as `say` puts it. A field that only one side has differs too.
+// The fields of a kind that differ, each as `say` puts it. A field that only one side has differs
+// too, unless `implied` knows what a head without it means.
 template <class Say>
-void for_each_difference(const Head& head, const std::string& kind, const Fields& mine, Say say) {
+void for_each_difference(const Head& head, const std::string& kind, const Fields& mine,
+                         const Fields& implied, Say say) {
     std::map<std::string, std::string> had;
     for (const auto& [name, value] : head.values)
         if (name.compare(0, kind.size(), kind) == 0) had[name.substr(kind.size())] = value;
+    for (const auto& [name, value] : implied)
+        had.emplace(name, value);  // unless the head has it
     for (const auto& [name, value] : mine) {
         const auto found = had.find(name);
         const std::string before = found == had.end() ? "nothing" : found->second;
@@ -192,7 +196,7 @@ StateFile::StateFile(const std::string& path, const Identity& identity, size_t o
     checksum_ = checksum_of(head.text, has);
     for (const auto& [name, value] : named(counters)) *value = head.number(path, name);
 
-    for_each_difference(head, "identity ", identity.fields,
+    for_each_difference(head, "identity ", identity.fields, identity.implied,
                         [&](const std::string& name, const std::string& had, const std::string& mine) {
                             check_whole_file();  // a damaged head is not the user's fault
                             throw Error(format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this "
@@ -203,7 +207,7 @@ StateFile::StateFile(const std::string& path, const Identity& identity, size_t o
         check_whole_file();
         refuse(path, "optimizer", format("%zu bytes", optimizer_bytes), has, "resume with the same settings");
     }
-    for_each_difference(head, "recipe ", identity.recipe,
+    for_each_difference(head, "recipe ", identity.recipe, {},
                         [&](const std::string& name, const std::string& had, const std::string& mine) {
                             recipe_changes += recipe_changes.empty() ? "" : ", ";
                             recipe_changes += name + " from " + had + " to " + mine;

@@ -53,6 +53,8 @@ void write_model(const std::string& path, const ModelHeader&, const void* parame
 struct Identity {
     Fields fields;       // {"B", "4"}, {"precision", "bf16"}, …
     Fields recipe = {};  // {"-l", "0.001"}, …
+    // What a state means that lacks one of `fields`, because it was written before there was a choice.
+    Fields implied = {};
 };
 // Where a run is.
 struct Counters {

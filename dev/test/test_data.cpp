@@ -347,6 +347,16 @@ TEST(state_errors) {
     refused({{fields[0], {"B", "8"}, fields[2], fields[3]}}, 240, "B: the checkpoint has \"4\", this run has \"8\"");
     refused(kRun, 236, "expected 236 bytes, found 240");
 
+    // A field that is newer than the state.
+    Identity newer = kRun;
+    newer.implied = {{"optimizer", "adamw"}};
+    newer.fields.push_back({"optimizer", "muon"});
+    refused(newer, 240, "optimizer: the checkpoint has \"adamw\", this run has \"muon\"");
+    newer.fields.back().value = "adamw";
+    std::string read(240, '?');
+    read_state(path, newer, read);
+    CHECK(read == kOptimizer);
+
     std::string optimizer(240, '?');
     const Identity faster = {fields, {{"-l", "0.2"}, {"-u", "5"}}};
     const std::string changes = read_state(path, faster, optimizer)->recipe_changes;
