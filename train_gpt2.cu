@@ -3,10 +3,11 @@
 //   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
 //   ./train_gpt2cu --help                        every option
 //
-// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu (layers/cpu), and both have
-// the same layer calls. `X` is the type in which weights and activations are stored. On CUDA it is bf16 or float. On
-// the CPU it is float, and in tests also double. Sums, statistics, gradients of weights and optimizer state have the
-// type A = Acc<X>. What surrounds the step (options, batches, checkpoints, validation, samples, the log) is in run/.
+// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu
+// (layers/cpu), and both have the same layer calls. `X` is the type in which weights and
+// activations are stored. On CUDA it is bf16 or float. On the CPU it is float, and in tests also
+// double. Sums, statistics, gradients of weights and optimizer state have the type A = Acc<X>. What
+// surrounds the step (options, batches, checkpoints, validation, samples, the log) is in run/.
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -36,10 +37,12 @@
 #include "attention/ring/ring.h"
 
 // =================================================================================================
-// Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint_files.h)
-// has the sizes that a model file begins with: L layers, NH heads, C channels, V tokens, max_T positions.
+// Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part.
+// Config (run/checkpoint_files.h) has the sizes that a model file begins with: L layers, NH heads,
+// C channels, V tokens, max_T positions.
 
-// The sixteen parameter tensors in llm.c's file order. P is X for the parameters themselves and A for their gradients.
+// The sixteen parameter tensors in llm.c's file order. P is X for the parameters themselves and A
+// for their gradients.
 template <class P>
 struct Parameters {
     P *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb;
@@ -72,8 +75,8 @@ struct Parameters {
     }
 };
 
-// What forward keeps for backward. N = B·T rows. s.kept(n) is all layers while --recompute is below n and a backward
-// follows. Otherwise all layers share one.
+// What forward keeps for backward. N = B·T rows. s.kept(n) is all layers while --recompute is below
+// n and a backward follows. Otherwise all layers share one.
 template <class X>
 struct Activations {
     using A = Acc<X>;
@@ -85,24 +88,24 @@ struct Activations {
         const size_t N = s.N, NC = N * s.C;
         const int L = s.kept(INT_MAX);
         TensorList t;
-        t.once("encoded", &S::encoded, NC);           // (N, C) wte + wpe
-        t.each("ln1", &S::ln1, NC, s.kept(2));        // (N, C)
-        t.each("ln1_mean", &S::ln1_mean, N, L);       // (N)
-        t.each("ln1_rstd", &S::ln1_rstd, N, L);       // (N)
-        t.each("qkv", &S::qkv, 3 * NC, s.cached());   // (N, 3, NH, HS), also the cache of samples
-        t.each("atty", &S::atty, NC, L);              // (N, NH, HS)
-        t.each("lse", &S::lse, s.lse, L);             // (B, NH, T), or what the ring keeps
-        t.each("att", &S::att, s.att, L);             // (B, NH, T, T), naive attention only
-        t.each("residual2", &S::residual2, NC, L);    // (N, C) after attention
-        t.each("ln2", &S::ln2, NC, s.kept(2));        // (N, C)
-        t.each("ln2_mean", &S::ln2_mean, N, L);       // (N)
-        t.each("ln2_rstd", &S::ln2_rstd, N, L);       // (N)
-        t.each("fch", &S::fch, 4 * NC, L);            // (N, 4C) before the activation function
-        t.each("act", &S::act, 4 * NC, s.kept(1));    // (N, 4C) after it
-        t.each("residual3", &S::residual3, NC, L);    // (N, C) after the MLP
-        t.once("lnf", &S::lnf, NC);                   // (N, C)
-        t.once("lnf_mean", &S::lnf_mean, N);          // (N)
-        t.once("lnf_rstd", &S::lnf_rstd, N);          // (N)
+        t.once("encoded", &S::encoded, NC);          // (N, C) wte + wpe
+        t.each("ln1", &S::ln1, NC, s.kept(2));       // (N, C)
+        t.each("ln1_mean", &S::ln1_mean, N, L);      // (N)
+        t.each("ln1_rstd", &S::ln1_rstd, N, L);      // (N)
+        t.each("qkv", &S::qkv, 3 * NC, s.cached());  // (N, 3, NH, HS), also the cache of samples
+        t.each("atty", &S::atty, NC, L);             // (N, NH, HS)
+        t.each("lse", &S::lse, s.lse, L);            // (B, NH, T), or what the ring keeps
+        t.each("att", &S::att, s.att, L);            // (B, NH, T, T), naive attention only
+        t.each("residual2", &S::residual2, NC, L);   // (N, C) after attention
+        t.each("ln2", &S::ln2, NC, s.kept(2));       // (N, C)
+        t.each("ln2_mean", &S::ln2_mean, N, L);      // (N)
+        t.each("ln2_rstd", &S::ln2_rstd, N, L);      // (N)
+        t.each("fch", &S::fch, 4 * NC, L);           // (N, 4C) before the activation function
+        t.each("act", &S::act, 4 * NC, s.kept(1));   // (N, 4C) after it
+        t.each("residual3", &S::residual3, NC, L);   // (N, C) after the MLP
+        t.once("lnf", &S::lnf, NC);                  // (N, C)
+        t.once("lnf_mean", &S::lnf_mean, N);         // (N)
+        t.once("lnf_rstd", &S::lnf_rstd, N);         // (N)
         return t;
     }
 };
@@ -117,8 +120,10 @@ struct ModelSettings {
     int T;                  // this rank's tokens of a sequence
     int micro_steps = 1;    // this rank's, in a step
     bool training = false;  // adds gradients, optimizer state and what backward needs
-    int recompute = 0;      // 1: forward does not keep the activation's outputs; 2: nor the layer norms'
-    bool cache = false;     // of keys and values: without training only a model with a cache can generate
+    // 1: forward does not keep the activation's outputs; 2: nor the layer norms'
+    int recompute = 0;
+    // of keys and values: without training only a model with a cache can generate
+    bool cache = false;
 };
 
 template <class Device, class Storage>
@@ -151,9 +156,10 @@ struct GPT2 {
     Buffers<X> workspace() const { return buffers.pointers<Buffers<X>>(); }
 
     // ---------------------------------------------------------------------------------------------
-    // Forward: device tokens (b, t) → acts.lnf, the final layer norm's output. alone: no other rank takes part, and the
-    // tokens are a whole sequence. Or they are the end of one, whose first `past` tokens have left their rows in qkv,
-    // the cache of keys and values. Where a text grows token by token, a call computes one row.
+    // Forward: device tokens (b, t) → acts.lnf, the final layer norm's output. alone: no other rank
+    // takes part, and the tokens are a whole sequence. Or they are the end of one, whose first
+    // `past` tokens have left their rows in qkv, the cache of keys and values. Where a text grows
+    // token by token, a call computes one row.
 
     void forward(const int* tokens, int b, int t, bool alone = false, int past = 0) {
         Range range("forward");
@@ -163,7 +169,8 @@ struct GPT2 {
         const Parameters<X> table = weights();
         const X* wpe = table.wpe + size_t(past) * C;
 
-        encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C, alone ? Positions() : positions());
+        encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C,
+                        alone ? Positions() : positions());
         const X* residual = whole.encoded;
         for (int l = 0; l < config.L; l++) {
             Range range("layer", l);
@@ -173,24 +180,29 @@ struct GPT2 {
             matmul_forward(dev, a.qkv + size_t(past) * 3 * C, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
             attend(a, b, t, past, alone);
             matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
-            layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
+            layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N,
+                              C);
             matmul_activation_forward(dev, a.act, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
             matmul_forward(dev, a.residual3, a.act, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
             residual = a.residual3;
             note_progress();
         }
-        layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw, table.lnfb, N, C);
+        layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw,
+                          table.lnfb, N, C);
     }
 
     void attend(const Activations<X>& a, int b, int t, int past, bool alone) {
-        if (ring && !alone) return ring->forward(a.atty, a.lse, a.qkv);
-        attention_forward(dev, attention, a.atty, a.lse, a.att, a.qkv, b, t, past + t, config.NH, config.HS());
+        if (ring && !alone)
+            return ring->forward(a.atty, a.lse, a.qkv);
+        attention_forward(dev, attention, a.atty, a.lse, a.att, a.qkv, b, t, past + t, config.NH,
+                          config.HS());
     }
 
-    // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, it also does
-    // what needs a chunk's logits. It adds into dwte, or overwrites it if not `accumulate`, and overwrites lnf with
-    // d(mean loss of the step)/d lnf.
-    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true) {
+    // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With
+    // gradient, it also does what needs a chunk's logits. It adds into dwte, or overwrites it if
+    // not `accumulate`, and overwrites lnf with d(mean loss of the step)/d lnf.
+    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient,
+              bool accumulate = true) {
         Range range("loss");
         const size_t N = size_t(b) * t;
         const int C = config.C, V = config.V, Vp = config.Vp;
@@ -202,19 +214,19 @@ struct GPT2 {
         for (size_t row = 0; row < N; row += chunk) {
             const size_t n = std::min(chunk, N - row);
             X* rows = lnf + row * C;
-            cross_entropy(dev, buffers.logits, buffers.losses + row, buffers.scratch, rows, wte, targets + row, dloss,
-                          n, C, V, Vp);
+            cross_entropy(dev, buffers.logits, buffers.losses + row, buffers.scratch, rows, wte,
+                          targets + row, dloss, n, C, V, Vp);
             if (with_gradient)
-                cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits, rows, wte, n, C, Vp,
-                                       accumulate || row > 0);
+                cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits,
+                                       rows, wte, n, C, Vp, accumulate || row > 0);
         }
         reduce_sum(dev, mean_loss, buffers.scratch, buffers.losses, A(1) / A(N), N);
     }
 
     // ---------------------------------------------------------------------------------------------
-    // Backward: adds into the gradients of all parameters, or overwrites the matmul weights' if not `accumulate`. It
-    // starts from lnf, where loss() left its gradient, and reuses that memory for the gradient of each layer norm's
-    // output.
+    // Backward: adds into the gradients of all parameters, or overwrites the matmul weights' if not
+    // `accumulate`. It starts from lnf, where loss() left its gradient, and reuses that memory for
+    // the gradient of each layer norm's output.
 
     void backward(const int* plan, bool accumulate, bool sum) {
         Range range("backward");
@@ -226,12 +238,12 @@ struct GPT2 {
         const Activations<X> top = activations(config.L - 1);
         X* dln = top.lnf;
 
-        // A layer norm's backward also sums the rows of the residual stream's gradient. That is the bias gradient of
-        // the projection that was added there last.
+        // A layer norm's backward also sums the rows of the residual stream's gradient. That is the
+        // bias gradient of the projection that was added there last.
         dev.zero(dresidual, N * C * sizeof(X));
         const Parameters<A> gf = gradients(config.L - 1);
-        layernorm_backward(dev, dresidual, gf.lnfw, gf.lnfb, gf.fcprojb, scratch, dln, top.residual3, weights().lnfw,
-                           top.lnf_mean, top.lnf_rstd, N, C);
+        layernorm_backward(dev, dresidual, gf.lnfw, gf.lnfb, gf.fcprojb, scratch, dln,
+                           top.residual3, weights().lnfw, top.lnf_mean, top.lnf_rstd, N, C);
         for (int l = config.L - 1; l >= 0; l--) {
             Range range("layer", l);
             const Activations<X> a = activations(l);
@@ -239,7 +251,8 @@ struct GPT2 {
             const Parameters<A> g = gradients(l);
             const X* residual = l ? activations(l - 1).residual3 : a.encoded;
             A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
-            // (N, 4C): fch's gradient, then qkv's. From -r 1 on it is in the logits' memory, which is free by now.
+            // (N, 4C): fch's gradient, then qkv's. From -r 1 on it is in the logits' memory, which
+            // is free by now.
             X* wide = recompute >= 1 ? buffers.logits : a.act;
             auto fcproj_weight_gradient = [&] {
                 matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.act, nullptr, N, 4 * C, C,
@@ -249,46 +262,58 @@ struct GPT2 {
                 fcproj_weight_gradient();  // before fch's gradient takes the place of act
             matmul_activation_backward(dev, wide, g.fcb, recompute >= 1 ? a.act : nullptr, scratch,
                                        dresidual, w.fcprojw, a.fch, N, 4 * C, C);
-            if (recompute >= 1) fcproj_weight_gradient();  // needs the output that the pass over fch recomputed
+            // needs the output that the pass over fch recomputed
+            if (recompute >= 1)
+                fcproj_weight_gradient();
             if (recompute >= 2)
-                layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
+                layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b,
+                                  N, C);
             matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
-            layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w,
-                               a.ln2_mean, a.ln2_rstd, N, C);
+            layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln,
+                               a.residual2, w.ln2w, a.ln2_mean, a.ln2_rstd, N, C);
             X *datty = dln, *dqkv = wide;  // their old contents have been used
-            matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
+            matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C,
+                            accumulate);
             attend_backward(dqkv, datty, a, scratch);
-            if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
+            if (recompute >= 2)
+                layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N,
+                                  C);
             // v's bias gradient follows from the projection's, see layers.h.
             qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);
             matmul_backward(dev, dln, g.qkvw, dqkv, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
-            layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
-                               a.ln1_rstd, N, C);
-            if (sum) sum_gradients(*this, l);
+            layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual,
+                               w.ln1w, a.ln1_mean, a.ln1_rstd, N, C);
+            if (sum)
+                sum_gradients(*this, l);
             note_progress();
         }
         encoder_backward(dev, gf.wte, gf.wpe, scratch, dresidual, plan, B, T, C, positions());
-        if (sum) sum_gradients(*this);
+        if (sum)
+            sum_gradients(*this);
     }
 
     void attend_backward(X* dqkv, const X* datty, const Activations<X>& a, void* scratch) {
-        if (ring) return ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
-        attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T, config.NH,
-                           config.HS());
+        if (ring)
+            return ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
+        attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T,
+                           config.NH, config.HS());
     }
 
     // ---------------------------------------------------------------------------------------------
-    // A step uploads all its micro-batches. Then it calls forward, loss (which starts backward) and backward for each,
-    // and updates the parameters.
+    // A step uploads all its micro-batches. Then it calls forward, loss (which starts backward) and
+    // backward for each, and updates the parameters.
 
-    size_t batch_ints() const { return 2 * sizes.N + encoder_plan_ints(dev, sizes.N); }  // of one micro-batch
+    // of one micro-batch
+    size_t batch_ints() const { return 2 * sizes.N + encoder_plan_ints(dev, sizes.N); }
     const int* tokens(int i) const { return workspace().batch + i * batch_ints(); }
     const int* targets(int i) const { return tokens(i) + sizes.N; }
     const int* plan(int i) const { return tokens(i) + 2 * sizes.N; }
 
-    void fill_batch(int* host, Loader& loader) const {  // tokens, targets and plan of one micro-batch
+    // tokens, targets and plan of one micro-batch
+    void fill_batch(int* host, Loader& loader) const {
         next_tokens(*this, host, loader);
-        if (training) encoder_plan(dev, host + 2 * sizes.N, host, sizes.N);
+        if (training)
+            encoder_plan(dev, host + 2 * sizes.N, host, sizes.N);
     }
     void upload(const int* host, int micro_batches) {
         dev.upload(workspace().batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
@@ -298,10 +323,12 @@ struct GPT2 {
     void clear_gradients() {
         size_t begin = 0;  // of the stretch of tensors to clear, in bytes
         const auto clear_until = [&](size_t end) {
-            if (end > begin) dev.zero(grads.base + begin, end - begin);
+            if (end > begin)
+                dev.zero(grads.base + begin, end - begin);
         };
         for (size_t i = 0; i < grads.tensors.size(); i++) {
-            if (!grads.tensors[i].is_matrix()) continue;
+            if (!grads.tensors[i].is_matrix())
+                continue;
             clear_until(grads.offsets[i]);
             begin = grads.offsets[i] + grads.tensors[i].elements() * sizeof(A);
         }
@@ -310,7 +337,8 @@ struct GPT2 {
 
     void train_micro_batch(int i, bool sum = false) {  // over all ranks
         const bool accumulate = i > 0;
-        if (!accumulate) clear_gradients();
+        if (!accumulate)
+            clear_gradients();
         forward(tokens(i), B, T);
         loss(targets(i), B, T, statistics().losses_of(ranks.rank) + i, true, accumulate);
         backward(plan(i), accumulate, sum);
@@ -320,8 +348,10 @@ struct GPT2 {
         Range range("forward and backward");
         const bool several = ranks.size > 1;
         graph.run(dev, [&] {
-            for (int i = 0; i < micro_steps; i++) train_micro_batch(i, several && i + 1 == micro_steps);
-            if (several) gather_losses(*this);
+            for (int i = 0; i < micro_steps; i++)
+                train_micro_batch(i, several && i + 1 == micro_steps);
+            if (several)
+                gather_losses(*this);
         });
     }
 
@@ -330,7 +360,8 @@ struct GPT2 {
         loss(targets(i), B, T, statistics().losses_of(ranks.rank) + i, false);
     }
 
-    // Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in the norm.
+    // Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in the
+    // norm.
     void update(const AdamW& hyper) {
         Range range("update");
         const Buffers<X> buffers = workspace();
@@ -343,23 +374,28 @@ struct GPT2 {
         const std::vector<ParamRange> own = share(ranks.rank);
         adamw_update(dev, weights().wte, state.master, state.m, state.v, g, norm, own.data(),
                      static_cast<int>(own.size()), hyper);
-        if (ranks.sharded) gather_parameters(*this);
+        if (ranks.sharded)
+            gather_parameters(*this);
     }
 
     DeviceStatistics<A> statistics() const {
-        return {.base = workspace().stats, .ranks = size_t(ranks.size), .micro_steps = size_t(micro_steps)};
+        return {.base = workspace().stats,
+                .ranks = size_t(ranks.size),
+                .micro_steps = size_t(micro_steps)};
     }
     size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step
-    A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
+    // (N) of the last micro-batch
+    A* losses() const { return workspace().losses; }
 
     // ---------------------------------------------------------------------------------------------
     // Making a model. The constructor makes only the tables, and allocate() makes them memory.
 
-    GPT2(const Dev& dev, const Config& config, const ModelSettings& settings, const Ranks<Dev>& ranks = {})
+    GPT2(const Dev& dev, const Config& config, const ModelSettings& settings,
+         const Ranks<Dev>& ranks = {})
         : dev(dev), config(config), settings(settings), ranks(ranks) {
         if (sequence() > config.max_T)
-            throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
-                               config.max_T));
+            throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less",
+                               sequence(), config.max_T, config.max_T));
         check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
         const size_t N = size_t(B) * T, C = config.C;
         const AttentionShape shape{.B = B, .Tq = T, .Tk = T, .NH = config.NH, .HS = config.HS()};
@@ -373,7 +409,8 @@ struct GPT2 {
         sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
         sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
         sizes.chunk = classifier_chunk(N);
-        sizes.stats = DeviceStatistics<A>{nullptr, size_t(ranks.size), size_t(micro_steps)}.elements();
+        sizes.stats =
+            DeviceStatistics<A>{nullptr, size_t(ranks.size), size_t(micro_steps)}.elements();
         sizes.ranks = ranks.size;
         sizes.parameters = num_parameters / shards();
         sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
@@ -394,44 +431,58 @@ struct GPT2 {
         }
         acts = Arena("activations", Activations<X>::list(sizes));
         buffers = Arena("buffers", Buffers<X>::list(sizes));
-        if (ring) ring_memory = Arena("ring", {{.name = "ring", .dtype = DType::i32, .rows = 1, .cols = ring->bytes() / 4}});
+        if (ring)
+            ring_memory = Arena(
+                "ring",
+                {{.name = "ring", .dtype = DType::i32, .rows = 1, .cols = ring->bytes() / 4}});
     }
     ~GPT2() {
-        for (Arena* a : arenas()) dev.free(a->base);
+        for (Arena* a : arenas())
+            dev.free(a->base);
     }
     GPT2(const GPT2&) = delete;
     GPT2& operator=(const GPT2&) = delete;
 
     void allocate() {
         for (Arena* a : arenas())
-            if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
-        if (ring) ring->start(ring_memory.base, ranks.context_comm.get());
-        if (adam.base) dev.zero(adam.base, adam.bytes);
+            if (a->bytes)
+                a->base = static_cast<char*>(dev.alloc(a->bytes));
+        if (ring)
+            ring->start(ring_memory.base, ranks.context_comm.get());
+        if (adam.base)
+            dev.zero(adam.base, adam.bytes);
     }
-    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
+    std::array<Arena*, 6> arenas() {
+        return {&params, &grads, &adam, &acts, &buffers, &ring_memory};
+    }
     size_t total_bytes() {
         size_t bytes = 0;
-        for (Arena* a : arenas()) bytes += a->bytes;
+        for (Arena* a : arenas())
+            bytes += a->bytes;
         return bytes;
     }
 
-    // Rows of logits that exist at once, at most 2 GiB of them. Every chunk adds to the head's whole gradient, so there
-    // should be few.
+    // Rows of logits that exist at once, at most 2 GiB of them. Every chunk adds to the head's
+    // whole gradient, so there should be few.
     size_t classifier_chunk(size_t rows) const {
         size_t chunk = 512;
-        while (chunk < rows && 2 * chunk * config.Vp * sizeof(X) <= (size_t(2) << 30)) chunk *= 2;
+        while (chunk < rows && 2 * chunk * config.Vp * sizeof(X) <= (size_t(2) << 30))
+            chunk *= 2;
         return std::min(chunk, rows);
     }
 
     Positions positions() const {  // of this rank's tokens
-        if (!ring) return {};
+        if (!ring)
+            return {};
         const Zigzag zigzag{ranks.context};
         const int chunk = T / 2, rank = ranks.context_rank();
         return {chunk, zigzag.chunk(rank, 0) * chunk, zigzag.chunk(rank, 1) * chunk};
     }
     int sequence() const { return T * ranks.context; }             // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
-    std::vector<ParamRange> share(int rank) const { return share_of(params.tensors, rank, shards(), ranks.overlap); }
+    std::vector<ParamRange> share(int rank) const {
+        return share_of(params.tensors, rank, shards(), ranks.overlap);
+    }
 };
 
 // =================================================================================================
@@ -477,9 +528,11 @@ template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Ranks<Dev> ranks) {
     const bool on_cpu = std::string(Dev::kind) == "cpu";
     resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
-    if (o.overlap < 0) o.overlap = ranks.local_size < ranks.size;
+    if (o.overlap < 0)
+        o.overlap = ranks.local_size < ranks.size;
     ranks.sharded = o.zero > 0 && ranks.size > 1, ranks.overlap = o.overlap > 0;
-    // The model's tables come first, so that an impossible request is refused before data is touched.
+    // The model's tables come first, so that an impossible request is refused before data is
+    // touched.
     const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
     GPT2<Dev, X> model(dev, config,
                        {.attention = o.kernel(),
@@ -489,22 +542,29 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
                         .training = true,
                         .recompute = o.recompute},
                        ranks);
-    if (o.memory) return print_memory_table(model), 0;
+    if (o.memory)
+        return print_memory_table(model), 0;
     std::unique_ptr<OutputDir> output;
-    if (!o.output_dir.empty() && ranks.rank == 0) output = prepare_output_dir(o);
+    if (!o.output_dir.empty() && ranks.rank == 0)
+        output = prepare_output_dir(o);
     const Data data = find_data(o);
-    if (!can_generate(config.V)) o.sample_every = 0;
+    if (!can_generate(config.V))
+        o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data);
-    if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
+    if (o.profile)
+        o.max_steps = kProfileWarmUp + o.profile;
     resolve_steps(o, on_cpu, run.batches.loader().windows());
     run.describe();
     return as_rank(ranks, [&] {
         allocate_or_explain(model);
         const bool found = o.resume && run.restore();
-        if (!found) from_file ? load(model, o.init) : init_random(model, o.seed);
+        if (!found)
+            from_file ? load(model, o.init) : init_random(model, o.seed);
         if (o.resume) {
-            std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
-            if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
+            std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n",
+                        run.step);
+            if (run.step >= o.max_steps)
+                std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
         }
         run.check_ranks_agree();
         run.open_log(output.get());
@@ -522,7 +582,8 @@ bool find_config(const std::string& name, Config* config) {
         {"d48", {1024, 50257, 50304, 48, 25, 1600}},
     };
     const auto found = presets.find(name.rfind("gpt2:", 0) == 0 ? name.substr(5) : name);
-    if (found != presets.end()) *config = found->second;
+    if (found != presets.end())
+        *config = found->second;
     return found != presets.end();
 }
 
@@ -533,54 +594,69 @@ int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
     if (!preset) {
         struct stat file;
         if (stat(o.init.c_str(), &file))
-            throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
+            throw UsageError(
+                format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
         if (S_ISDIR(file.st_mode)) {
             const int newest = newest_model(o.init);
             if (newest < 0)
-                throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
+                throw UsageError(
+                    format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
             o.init = model_path(o.init, newest);
         }
         config = read_model_header(o.init).config;
         if (config.V > kEndOfText && o.tokenizer.empty() && group.prints())
-            std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n", o.init.c_str());
+            std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n",
+                         o.init.c_str());
     }
-    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
+    // a new model has at least -t positions
+    if (preset)
+        config.max_T = std::max(config.max_T, o.T);
     if (preset && config.V == kByteVocab) {
         for (const std::string& data : {o.train_data, o.val_data})
-            if (!data.empty()) config.V = std::max(config.V, vocabulary_of(data, !o.tokenizer.empty()));
+            if (!data.empty())
+                config.V = std::max(config.V, vocabulary_of(data, !o.tokenizer.empty()));
         config.Vp = (config.V + 127) / 128 * 128;
     }
     if (o.generate > 0) {
-        if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
+        if (preset)
+            throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);
     }
     Ranks<Dev> ranks = connect(dev, group, o.context_parallel);
-    if (o.eval_only) return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset, ranks);
+    if (o.eval_only)
+        return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset, ranks);
     return run_train<Dev, X>(dev, o, config, !preset, ranks);
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
-extern const char built_from[];  // "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
+// "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
+extern const char built_from[];
 
 // The run, on this rank's device. gpus is the number on this machine.
 static int run_on_device(Options& o, const ProcessGroup& group, int gpus) {
     if (gpus == 0) {
-        if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
+        if (o.precision == "bf16")
+            throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
         if (o.init.empty())
             o.init = "tiny";
         return run_with<Cpu, float>(Cpu(), o, group);
     }
     Cuda dev(group.device(gpus));
-    if (group.prints()) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
+    if (group.prints())
+        std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
     dev.graphs = !o.profile;
     if (o.init.empty())
         o.init = "d12";
     if (o.precision == "bf16" && dev.sm < 80)
-        throw Error(format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
-                           dev.name.c_str(), dev.sm / 10, dev.sm % 10));
-    if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
-    return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o, group) : run_with<Cuda, float>(dev, o, group);
+        throw Error(
+            format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use "
+                   "--precision fp32",
+                   dev.name.c_str(), dev.sm / 10, dev.sm % 10));
+    if (o.precision == "auto")
+        o.precision = dev.sm >= 80 ? "bf16" : "fp32";
+    return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o, group)
+                                 : run_with<Cuda, float>(dev, o, group);
 }
 
 int main(int argc, char** argv) {
@@ -588,7 +664,8 @@ int main(int argc, char** argv) {
     return check_stdout(run_program("train_gpt2cu", [&] {
         if (std::find(argv, argv + argc, std::string("--version")) != argv + argc) {
             const bool known = std::string(built_from, 7) != "unknown";
-            std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "", known ? built_from : "");
+            std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "",
+                        known ? built_from : "");
             return 0;
         }
         Options o;
@@ -596,7 +673,8 @@ int main(int argc, char** argv) {
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table)) {
             const char* const about =
-                "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md has examples.\n"
+                "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md "
+                "has examples.\n"
                 "--version prints the version.";
             std::printf("%s", options_help("train_gpt2cu", about, Options().table()).c_str());
             return 0;
@@ -608,10 +686,12 @@ int main(int argc, char** argv) {
             throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
-        if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");
+        if (o.device == "cuda" && gpus == 0)
+            throw Error("--device cuda: " + why + "; use --device cpu");
         const Place place = place_from_environment();
         check_ranks(o, place, gpus, why);
-        if (o.gpus > 1 && place.size == 1 && !o.memory) return launch_ranks(o.gpus, argv);
+        if (o.gpus > 1 && place.size == 1 && !o.memory)
+            return launch_ranks(o.gpus, argv);
         const std::future<void> corpus = begin_corpus(o);  // while the device starts
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
@@ -621,7 +701,8 @@ int main(int argc, char** argv) {
                 group.rendezvous(place, options_settings(o.table()), o.first_timeout());
             return run_on_device(o, group, gpus);
         } catch (const UsageError&) {  // which all ranks have, so one says it
-            if (place.rank == 0) throw;
+            if (place.rank == 0)
+                throw;
             return 2;
         }
     }));

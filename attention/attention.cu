@@ -1,6 +1,7 @@
 // Which attention kernel runs, the check of a call, and the layer's two calls.
 //
-// A new kernel is one name in its table below. If it is to be what `flash` means, its name also goes into kFastest.
+// A new kernel is one name in its table below. If it is to be what `flash` means, its name also
+// goes into kFastest.
 #include <numeric>
 #include <string>
 #include <vector>
@@ -12,18 +13,21 @@
 
 template <>
 AttentionKernels<float> attention_kernels() {
-    static const AttentionKernel<float> table[] = {naive_fp32, flash_simple, flash_fp32, flash_fp16x3};
+    static const AttentionKernel<float> table[] = {naive_fp32, flash_simple, flash_fp32,
+                                                   flash_fp16x3};
     return {table, sizeof(table) / sizeof(table[0])};
 }
 template <>
 AttentionKernels<bf16> attention_kernels() {
-    static const AttentionKernel<bf16> table[] = {naive_bf16, flash_mma, flash_bf16, flash_wgmma, flash_bf16_sm90};
+    static const AttentionKernel<bf16> table[] = {naive_bf16, flash_mma, flash_bf16, flash_wgmma,
+                                                  flash_bf16_sm90};
     return {table, sizeof(table) / sizeof(table[0])};
 }
 
 namespace {
 
-// What `flash` means: the first of these that the GPU can run. All have backward, and calls in fp32.
+// What `flash` means: the first of these that the GPU can run. All have backward, and calls in
+// fp32.
 template <class X>
 std::vector<const char*> fastest_kernels() {
     if constexpr (std::is_same_v<X, bf16>)
@@ -36,7 +40,8 @@ template <class X>
 const AttentionKernel<X>* find(std::string_view name) {
     const AttentionKernels<X> all = attention_kernels<X>();
     for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++)
-        if (k->name == name) return k;
+        if (k->name == name)
+            return k;
     return nullptr;
 }
 
@@ -48,37 +53,46 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
     const AttentionKernel<X>* kernel = find<X>(kind.name);
     if (kind == Attention::flash)
         for (const char* fastest : fastest_kernels<X>())
-            if (kernel = find<X>(fastest); kernel->runs_on(dev)) break;
+            if (kernel = find<X>(fastest); kernel->runs_on(dev))
+                break;
     if (!kernel) {
         using Other = std::conditional_t<std::is_same_v<X, float>, bf16, float>;
-        if (!find<Other>(kind.name)) throw UsageError(format("--attention %s: there is no such kernel", name.c_str()));
-        throw UsageError(format("--attention %s computes in %s: use --precision %s, or --attention flash", name.c_str(),
-                                name_of(dtype_of<Other>()), name_of(dtype_of<Other>())));
+        if (!find<Other>(kind.name))
+            throw UsageError(format("--attention %s: there is no such kernel", name.c_str()));
+        throw UsageError(
+            format("--attention %s computes in %s: use --precision %s, or --attention flash",
+                   name.c_str(), name_of(dtype_of<Other>()), name_of(dtype_of<Other>())));
     }
     if (!kernel->takes.any_head_size && HS != 64 && HS != 128)
         throw Error(
-            format("attention: %s needs a head size of 64 or 128, found %d; choose NH = C/64 or C/128, or use "
+            format("attention: %s needs a head size of 64 or 128, found %d; choose NH = C/64 or "
+                   "C/128, or use "
                    "--attention naive",
                    name.c_str(), HS));
     if (!kernel->runs_on(dev))
-        throw Error(format("attention: %s %s needs compute capability %d.%d%s, %s has %d.%d; use %s",
-                           name_of(dtype_of<X>()), name.c_str(), kernel->min_sm / 10, kernel->min_sm % 10,
-                           kernel->min_sm == 90 ? " and code for sm_90a" : "", dev.name.c_str(), dev.sm / 10,
-                           dev.sm % 10,
-                           kind == Attention::flash ? "--precision fp32 or --attention naive" : "--attention flash"));
+        throw Error(
+            format("attention: %s %s needs compute capability %d.%d%s, %s has %d.%d; use %s",
+                   name_of(dtype_of<X>()), name.c_str(), kernel->min_sm / 10, kernel->min_sm % 10,
+                   kernel->min_sm == 90 ? " and code for sm_90a" : "", dev.name.c_str(),
+                   dev.sm / 10, dev.sm % 10,
+                   kind == Attention::flash ? "--precision fp32 or --attention naive"
+                                            : "--attention flash"));
     return *kernel;
 }
 
 template <class X>
-void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel) {
+void check_attention(const Cuda& dev, Attention kind, int HS, bool training,
+                     bool context_parallel) {
     const AttentionKernel<X>& kernel = attention_kernel<X>(dev, kind, HS);
     if (training && !kernel.has_backward())
         throw UsageError(
-            format("--attention %s has no backward, so it can only generate and evaluate: train with --attention flash",
+            format("--attention %s has no backward, so it can only generate and evaluate: train "
+                   "with --attention flash",
                    kernel.name));
     if (context_parallel && !kernel.takes.pieces)
         throw UsageError(
-            format("--context-parallel needs --attention flash: %s takes whole sequences only", kernel.name));
+            format("--context-parallel needs --attention flash: %s takes whole sequences only",
+                   kernel.name));
 }
 
 const char* attention_names() {
@@ -86,7 +100,8 @@ const char* attention_names() {
         std::string list = "flash|naive";
         const auto add = [&](const auto& kernels) {
             for (int i = 0; i < kernels.count; i++)
-                if (kernels.begin[i].flash) list += std::string("|") + kernels.begin[i].name;
+                if (kernels.begin[i].flash)
+                    list += std::string("|") + kernels.begin[i].name;
         };
         add(attention_kernels<float>());
         add(attention_kernels<bf16>());
@@ -112,8 +127,7 @@ size_t extent(const CallMemory& m) {
 bool rows_apart(size_t row, const CallMemory::Dimension& inner,
                 const CallMemory::Dimension& outer) {
     const size_t group = (inner.count - 1) * inner.stride + row;
-    return (inner.count == 1 || inner.stride >= row) &&
-           (outer.count == 1 || outer.stride >= group);
+    return (inner.count == 1 || inner.stride >= row) && (outer.count == 1 || outer.stride >= group);
 }
 
 // All of a view's rows, or all of its sequences, start at multiples of `period` from the first. So
@@ -145,8 +159,8 @@ bool overlap(const CallMemory& a, const CallMemory& b) {
     }
     of_rows = std::gcd(of_rows, of_sequences);
 
-    if (of_sequences > 0 && apart_in_a_period(distance, extent_of_sequence(a),
-                                              extent_of_sequence(b), of_sequences))
+    if (of_sequences > 0 &&
+        apart_in_a_period(distance, extent_of_sequence(a), extent_of_sequence(b), of_sequences))
         return false;
     return of_rows == 0 || !apart_in_a_period(distance, a.row, b.row, of_rows);
 }
@@ -159,13 +173,12 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
             continue;
         if (!m.ptr)
             throw Error(format("%s: %s is null: it needs memory", limits.name, m.name));
-        if (reinterpret_cast<uintptr_t>(m.ptr) % m.alignment ||
-            m.sequences.stride % m.alignment || m.rows.stride % m.alignment)
+        if (reinterpret_cast<uintptr_t>(m.ptr) % m.alignment || m.sequences.stride % m.alignment ||
+            m.rows.stride % m.alignment)
             throw Error(
                 format("%s: rows of %s are not %zu-byte aligned (address %p, strides of %zu and "
                        "%zu bytes)",
-                       limits.name, m.name, m.alignment, m.ptr, m.sequences.stride,
-                       m.rows.stride));
+                       limits.name, m.name, m.alignment, m.ptr, m.sequences.stride, m.rows.stride));
         const bool apart = rows_apart(m.row, m.rows, m.sequences) ||  // (B, T, …) or (T, B, …)
                            rows_apart(m.row, m.sequences, m.rows);
         if (!apart)
@@ -186,8 +199,8 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
 // The layer: causal, scale 1/√HS
 
 template <class X>
-void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv, int B, int Tq, int Tk,
-                       int NH, int HS) {
+void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv,
+                       int B, int Tq, int Tk, int NH, int HS) {
     const AttentionShape s{.B = B, .Tq = Tq, .Tk = Tk, .NH = NH, .HS = HS};
     AttentionForward<X> c = layer_forward(out, lse, qkv, s);
     c.att = att;
@@ -195,8 +208,9 @@ void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* a
 }
 
 template <class X>
-void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS) {
+void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout,
+                        const X* out, const float* lse, const X* att, const X* qkv, int B, int T,
+                        int NH, int HS) {
     const AttentionShape s{.B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS};
     AttentionBackward<X> c = layer_backward(dqkv, dout, out, lse, qkv, s);
     c.att = att;
@@ -224,15 +238,16 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, const AttentionSha
 
 // -------------------------------------------------------------------------------------------------
 
-#define INSTANTIATE(X)                                                                                              \
-    template const AttentionKernel<X>& attention_kernel(const Cuda&, Attention, int);                               \
-    template void check_attention<X>(const Cuda&, Attention, int, bool, bool);                                      \
-    template void attention_forward(const Cuda&, Attention, X*, float*, X*, const X*, int, int, int, int, int);     \
-    template void attention_backward(const Cuda&, Attention, X*, void*, const X*, const X*, const float*, const X*, \
-                                     const X*, int, int, int, int);                                                 \
-    template void attention_forward(const Cuda&, Attention, const AttentionForward<X, float>&);                     \
-    template void attention_backward(const Cuda&, Attention, const AttentionBackward<X, float>&);                   \
-    template size_t attention_scratch_bytes<X>(const Cuda&, Attention, const AttentionShape&);                      \
+#define INSTANTIATE(X)                                                                            \
+    template const AttentionKernel<X>& attention_kernel(const Cuda&, Attention, int);             \
+    template void check_attention<X>(const Cuda&, Attention, int, bool, bool);                    \
+    template void attention_forward(const Cuda&, Attention, X*, float*, X*, const X*, int, int,   \
+                                    int, int, int);                                               \
+    template void attention_backward(const Cuda&, Attention, X*, void*, const X*, const X*,       \
+                                     const float*, const X*, const X*, int, int, int, int);       \
+    template void attention_forward(const Cuda&, Attention, const AttentionForward<X, float>&);   \
+    template void attention_backward(const Cuda&, Attention, const AttentionBackward<X, float>&); \
+    template size_t attention_scratch_bytes<X>(const Cuda&, Attention, const AttentionShape&);    \
     template size_t attention_saved_bytes<X>(const Cuda&, Attention, const AttentionShape&)
 INSTANTIATE(float);
 INSTANTIATE(bf16);

@@ -1,22 +1,24 @@
 // The attention contract. call.h says what a call is, this header which kernels there are.
 //
-// X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to run. Flash kernels
-// allocate nothing of size T². A call that a kernel does not take throws Error.
+// X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to
+// run. Flash kernels allocate nothing of size T². A call that a kernel does not take throws Error.
 #pragma once
 #include "attention/call.h"
 #include "cuda/cuda.h"
 
 // The layer: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
 
-// Writes out (B,Tq,NH,HS) and lse (B,NH,Tq) of the last Tq tokens of qkv (B,Tk,3,NH,HS). Only naive uses att,
-// attention_saved_bytes() that it fills for backward.
+// Writes out (B,Tq,NH,HS) and lse (B,NH,Tq) of the last Tq tokens of qkv (B,Tk,3,NH,HS). Only naive
+// uses att, attention_saved_bytes() that it fills for backward.
 template <class X>
-void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv, int B, int Tq, int Tk,
-                       int NH, int HS);
-// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Needs attention_scratch_bytes() of scratch.
+void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv,
+                       int B, int Tq, int Tk, int NH, int HS);
+// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Needs
+// attention_scratch_bytes() of scratch.
 template <class X>
-void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
+void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout,
+                        const X* out, const float* lse, const X* att, const X* qkv, int B, int T,
+                        int NH, int HS);
 template <class X>
 size_t attention_scratch_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape);
 template <class X>
@@ -36,12 +38,13 @@ void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward
 template <class X>
 struct AttentionKernel {
     const char* name;  // its file's name: "naive", "flash_fp32", …
-    int min_sm;        // compute capability ×10. Runs there and on later ones, but 90 means wgmma, which only 9.0 has
-    bool flash;        // no T×T buffer
+    // compute capability ×10. Runs there and on later ones, but 90 means wgmma, which only 9.0 has
+    int min_sm;
+    bool flash;  // no T×T buffer
     AttentionTakes takes = {};
 
-    // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and backward's scratch. What is enough
-    // without a mask is enough with one, and with fewer queries or keys.
+    // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and backward's
+    // scratch. What is enough without a mask is enough with one, and with fewer queries or keys.
     size_t (*saved_bytes)(const AttentionShape&) = no_bytes;
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;
 
@@ -98,11 +101,12 @@ struct AttentionKernels {
 };
 template <class X>
 AttentionKernels<X> attention_kernels();
-// The one that `kind` names, where flash is the fastest that this GPU can run. Throws Error if X, the GPU or HS does
-// not fit.
+// The one that `kind` names, where flash is the fastest that this GPU can run. Throws Error if X,
+// the GPU or HS does not fit.
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
-// Throws Error too if the kernel lacks what a model needs. Training needs backward, --context-parallel calls in fp32.
+// Throws Error too if the kernel lacks what a model needs. Training needs backward,
+// --context-parallel calls in fp32.
 template <class X>
 void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel);
 // What --attention accepts: "flash|naive|…", all names of both tables.

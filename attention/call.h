@@ -11,19 +11,21 @@
 //   dK = scale·dSᵀ Q
 //   dV = Pᵀ dO
 //
-// Shapes: B batch, Tq queries, Tk keys, NH heads, HS head size. Tensors are views (Heads), so q, k and v may lie in the
-// packed output of one matmul. X is the type of the inputs, and Y that of the results: X, or Acc<X>, which is fp32.
+// Shapes: B batch, Tq queries, Tk keys, NH heads, HS head size. Tensors are views (Heads), so q, k
+// and v may lie in the packed output of one matmul. X is the type of the inputs, and Y that of the
+// results: X, or Acc<X>, which is fp32.
 //
-// Pieces of a sequence. Let out and lse of a query be those over all its keys. Then backward over some of these keys
-// writes exactly their share of dq, dk and dv, because P = exp(S − lse) and D are the whole row's. attention/ring makes
-// chunks and rings of such calls.
+// Pieces of a sequence. Let out and lse of a query be those over all its keys. Then backward over
+// some of these keys writes exactly their share of dq, dk and dv, because P = exp(S − lse) and D
+// are the whole row's. attention/ring makes chunks and rings of such calls.
 #pragma once
 #include <initializer_list>
 
 #include "common/error.h"
 #include "common/types.h"
 
-// If causal, query i sees key j where j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all keys, and each sees one.
+// If causal, query i sees key j where j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all
+// keys, and each sees one.
 //
 // The shape of a part is a copy of the whole's with other lengths. Built again from its fields, it
 // would lose the next field that is added here.
@@ -35,7 +37,9 @@ struct AttentionShape {
     int HS;
     bool causal = true;
     float scale = 0.f;  // 0: 1/√HS
-    float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
+    float resolved_scale() const {
+        return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS));
+    }
     // The same for exponentials that are powers of 2.
     float scale_log2() const { return static_cast<float>(resolved_scale() * M_LOG2E); }
     int shift() const { return causal ? Tk - Tq : Tk; }  // query i sees keys j ≤ i + shift()
@@ -50,11 +54,12 @@ struct AttentionShape {
     }
 };
 
-// A number for each row: (B, NH, T) inside a larger tensor. That of row (b, t, h) is ptr[(b·NH + h)·head + t].
+// A number for each row: (B, NH, T) inside a larger tensor. That of row (b, t, h) is ptr[(b·NH +
+// h)·head + t].
 template <class A>
 struct Stats {
     A* ptr = nullptr;
-    size_t head = 0;  // from one head to the next
+    size_t head = 0;              // from one head to the next
     Stats from(size_t t) const {  // without the first t tokens
         Stats later = *this;
         later.ptr += t;
@@ -114,7 +119,8 @@ PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
             .v = {.ptr = qkv + q + k, .batch = batch, .token = token}};
 }
 
-// A layer's calls: the last Tq tokens of qkv (B, Tk, 3, NH, HS), and the gradients of whole sequences.
+// A layer's calls: the last Tq tokens of qkv (B, Tk, 3, NH, HS), and the gradients of whole
+// sequences.
 template <class X>
 AttentionForward<X> layer_forward(X* out, Acc<X>* lse, const X* qkv, const AttentionShape& s) {
     const PackedHeads<const X> in = packed(qkv, s.Tk, s);
@@ -127,8 +133,8 @@ AttentionForward<X> layer_forward(X* out, Acc<X>* lse, const X* qkv, const Atten
     return c;
 }
 template <class X>
-AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv,
-                                    const AttentionShape& s) {
+AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const Acc<X>* lse,
+                                    const X* qkv, const AttentionShape& s) {
     const PackedHeads<const X> in = packed(qkv, s.Tk, s);
     const PackedHeads<X> gradients = packed(dqkv, s.Tk, s);
     AttentionBackward<X> c{s};
@@ -242,8 +248,7 @@ CallMemory memory_of(const char* name, const Stats<A>& x, const HeadsShape& s) {
 }
 template <class V>
 CallMemory memory_of(const char* name, V* x, size_t bytes) {
-    return {
-        .name = name, .written = !std::is_const_v<V>, .ptr = x, .alignment = 16, .row = bytes};
+    return {.name = name, .written = !std::is_const_v<V>, .ptr = x, .alignment = 16, .row = bytes};
 }
 inline CallMemory if_given(CallMemory m) {
     if (!m.ptr)
@@ -260,18 +265,17 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) {
     const AttentionShape& s = c.s;
-    check_shape(
-        limits, s,
-        {.element = sizeof(X), .backward = false, .lse_rest = c.lse_rest.ptr != nullptr});
+    check_shape(limits, s,
+                {.element = sizeof(X), .backward = false, .lse_rest = c.lse_rest.ptr != nullptr});
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
-    check_memory(limits, {memory_of("q", c.q, queries, limits.alignment),
-                          memory_of("k", c.k, keys, limits.alignment),
-                          memory_of("v", c.v, keys, limits.alignment),
-                          memory_of("out", c.out, queries, limits.alignment),
-                          memory_of("lse", c.lse, queries),
-                          if_given(memory_of("lse_rest", c.lse_rest, queries)),
-                          memory_of("att", c.att, limits.saved_bytes(s))});
+    check_memory(
+        limits,
+        {memory_of("q", c.q, queries, limits.alignment),
+         memory_of("k", c.k, keys, limits.alignment), memory_of("v", c.v, keys, limits.alignment),
+         memory_of("out", c.out, queries, limits.alignment), memory_of("lse", c.lse, queries),
+         if_given(memory_of("lse_rest", c.lse_rest, queries)),
+         memory_of("att", c.att, limits.saved_bytes(s))});
 }
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionBackward<X, Y>& c) {
@@ -280,16 +284,16 @@ void check_call(const AttentionLimits& limits, const AttentionBackward<X, Y>& c)
                 {.element = sizeof(X), .backward = true, .lse_rest = c.lse_rest.ptr != nullptr});
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
-    check_memory(limits, {memory_of("q", c.q, queries, limits.alignment),
-                          memory_of("k", c.k, keys, limits.alignment),
-                          memory_of("v", c.v, keys, limits.alignment),
-                          memory_of("dout", c.dout, queries, limits.alignment),
-                          memory_of("out", c.out, queries, limits.alignment),
-                          memory_of("lse", c.lse, queries),
-                          if_given(memory_of("lse_rest", c.lse_rest, queries)),
-                          memory_of("att", c.att, limits.saved_bytes(s)),
-                          memory_of("dq", c.dq, queries, limits.alignment),
-                          memory_of("dk", c.dk, keys, limits.alignment),
-                          memory_of("dv", c.dv, keys, limits.alignment),
-                          memory_of("scratch", c.scratch, limits.scratch_bytes(s))});
+    check_memory(
+        limits,
+        {memory_of("q", c.q, queries, limits.alignment),
+         memory_of("k", c.k, keys, limits.alignment), memory_of("v", c.v, keys, limits.alignment),
+         memory_of("dout", c.dout, queries, limits.alignment),
+         memory_of("out", c.out, queries, limits.alignment), memory_of("lse", c.lse, queries),
+         if_given(memory_of("lse_rest", c.lse_rest, queries)),
+         memory_of("att", c.att, limits.saved_bytes(s)),
+         memory_of("dq", c.dq, queries, limits.alignment),
+         memory_of("dk", c.dk, keys, limits.alignment),
+         memory_of("dv", c.dv, keys, limits.alignment),
+         memory_of("scratch", c.scratch, limits.scratch_bytes(s))});
 }

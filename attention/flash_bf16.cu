@@ -19,16 +19,18 @@
 //   dK = scale·dSᵀ Q
 //   dV = Pᵀ dO
 //
-// New against flash_mma: copies overlap products. cp.async brings tiles to shared memory in two stages, with one
-// barrier a stage. A warp owns 32 rows, so that every fragment of the streamed operand feeds two MMAs. Otherwise
-// shared-memory bandwidth would be the bound.
+// New against flash_mma: copies overlap products. cp.async brings tiles to shared memory in two
+// stages, with one barrier a stage. A warp owns 32 rows, so that every fragment of the streamed
+// operand feeds two MMAs. Otherwise shared-memory bandwidth would be the bound.
 //
-// Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in memory, and any
-// order of blocks gives the same bits. dq_kernel keeps queries, streams keys and makes D. dkdv_kernel keeps keys and
-// streams queries. It computes Sᵀ and dPᵀ, with keys as rows. In both kernels S, P, dP and dS never leave registers,
-// because dS (dSᵀ) is the A operand of its product, as P is of P·V. The price is 7 products, not 5.
+// Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in
+// memory, and any order of blocks gives the same bits. dq_kernel keeps queries, streams keys and
+// makes D. dkdv_kernel keeps keys and streams queries. It computes Sᵀ and dPᵀ, with keys as rows.
+// In both kernels S, P, dP and dS never leave registers, because dS (dSᵀ) is the A operand of its
+// product, as P is of P·V. The price is 7 products, not 5.
 //
-// A causal warp skips keys and queries that it cannot see, and masks only where the diagonal or the end of the keys is.
+// A causal warp skips keys and queries that it cannot see, and masks only where the diagonal or the
+// end of the keys is.
 //
 // Writes: forward out and lse, backward dq, dk and dv (every element, in bf16 or fp32).
 // Scratch: LseD (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
@@ -38,14 +40,16 @@
 #include "attention/mma_bf16.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+// kernels have empty bodies there, and what only they use is "never referenced"
+#pragma nv_diag_suppress 177
 #endif
 
 namespace {
 
 // -------------------------------------------------------------------------------------------------
-// Tiles. A warp owns M MMA tiles of 16 rows. It takes kSub rows of the streamed operand at a time out of a stage of Br or
-// Bc. Registers decide the sizes. Two blocks of 128 threads on an SM leave 255 a thread, and the accumulators take up to
+// Tiles. A warp owns M MMA tiles of 16 rows. It takes kSub rows of the streamed operand at a time
+// out of a stage of Br or Bc. Registers decide the sizes. Two blocks of 128 threads on an SM leave
+// 255 a thread, and the accumulators take up to
 // 192. Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps, kSub = 32;
@@ -53,24 +57,30 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps, kSub = 32;
 template <int HS>
 struct ForwardTiles {
     static constexpr int M = 2, Br = kWarps * M * 16;
-    // A step takes a whole stage. O and S take 64 registers each at HS 64, and 128 and 32 at HS 128.
+    // A step takes a whole stage. O and S take 64 registers each at HS 64, and 128 and 32 at HS
+    // 128.
     static constexpr int Bc = HS == 64 ? 64 : 32;
-    static constexpr bool QInRegisters = HS == 64;       // else its fragments are fetched again for every tile of keys
+    // else its fragments are fetched again for every tile of keys
+    static constexpr bool QInRegisters = HS == 64;
     static constexpr int Smem = (Br + 4 * Bc) * HS * 2;  // Q, 2 stages of K and V (48 KB, 64 KB)
 };
 
 template <int HS>
 struct DqTiles {
     static constexpr int M = 2, Br = kWarps * M * 16;  // S and dP take 32 registers each
-    static constexpr int Bc = HS == 64 ? 128 : 32;     // as large as fits, because each stage costs a barrier
-    static constexpr bool QInRegisters = HS == 64;     // and dO
-    static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;  // Q, dO, 2 stages of K and V, lse and D (97 KB)
+    // as large as fits, because each stage costs a barrier
+    static constexpr int Bc = HS == 64 ? 128 : 32;
+    static constexpr bool QInRegisters = HS == 64;  // and dO
+    // Q, dO, 2 stages of K and V, lse and D (97 KB)
+    static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;
 };
 
 template <int HS>
 struct DkdvTiles {
-    static constexpr int M = HS == 64 ? 2 : 1, Bc = kWarps * M * 16;  // dK and dV take 128 registers
-    static constexpr int Br = HS == 64 ? 128 : 32;                    // Sᵀ and dPᵀ take 16·M registers each
+    // dK and dV take 128 registers
+    static constexpr int M = HS == 64 ? 2 : 1, Bc = kWarps * M * 16;
+    // Sᵀ and dPᵀ take 16·M registers each
+    static constexpr int Br = HS == 64 ? 128 : 32;
     // K, V, 2 stages of Q, dO and lse and D (98 KB, 65 KB)
     static constexpr int Smem = (2 * Bc + 4 * Br) * HS * 2 + 2 * Br * 8;
 };
@@ -78,7 +88,8 @@ struct DkdvTiles {
 // -------------------------------------------------------------------------------------------------
 // Forward
 
-// What query `row` sees of the keys from k0 on, as an end for this lane's even columns of an accumulator.
+// What query `row` sees of the keys from k0 on, as an end for this lane's even columns of an
+// accumulator.
 __device__ __forceinline__ int visible_columns(const Problem<bf16>& p, int row, int k0) {
     return min(p.Tk, row + p.shift + 1) - k0 - threadIdx.x % 4 * 2;
 }
@@ -91,34 +102,41 @@ struct Softmax {
     float m_log2[M][2];  // what the exponents are relative to
 
     __device__ __forceinline__ Softmax() {
-        for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+        for (int i = 0; i < M; i++)
+            m[i][0] = m[i][1] = -INFINITY;
     }
 
-    // m keeps the exponentials in range and need not be the maximum. O and l are rescaled only when some row of the warp
-    // outgrew it by more than 2^8, which hardly ever happens after the first tile.
+    // m keeps the exponentials in range and need not be the maximum. O and l are rescaled only when
+    // some row of the warp outgrew it by more than 2^8, which hardly ever happens after the first
+    // tile.
     template <int N, int D>
-    __device__ __forceinline__ void raise_m(float scale_log2, const float (&s)[M][N][4], float (&o)[M][D][4]) {
+    __device__ __forceinline__ void raise_m(float scale_log2, const float (&s)[M][N][4],
+                                            float (&o)[M][D][4]) {
         float m_new[M][2];
         bool outgrown = false;
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
                 float x = m[i][r];
-                for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                for (int n = 0; n < N; n++)
+                    x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
                 m_new[i][r] = quad_max(x);
-                outgrown |= (m_new[i][r] - m[i][r]) * scale_log2 > 8.f;  // −inf − −inf is NaN, hence false
+                // −inf − −inf is NaN, hence false
+                outgrown |= (m_new[i][r] - m[i][r]) * scale_log2 > 8.f;
             }
         if (__any_sync(~0u, outgrown)) {
             for (int i = 0; i < M; i++)
                 for (int r = 0; r < 2; r++) {
                     const float x = m_new[i][r];
-                    const float alpha = x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * scale_log2);
+                    const float alpha =
+                        x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * scale_log2);
                     m[i][r] = x;
                     l[i][r] *= alpha;
                     scale_row(o, i, r, alpha);
                 }
         }
         for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++) m_log2[i][r] = m[i][r] == -INFINITY ? 0.f : m[i][r] * scale_log2;
+            for (int r = 0; r < 2; r++)
+                m_log2[i][r] = m[i][r] == -INFINITY ? 0.f : m[i][r] * scale_log2;
     }
 
     // Columns [16·kk, 16·kk + 16) of S become P.
@@ -134,7 +152,8 @@ struct Softmax {
 
     // Divides O by l. Writes lse.
     template <int D>
-    __device__ __forceinline__ void finish(float scale_log2, float (&o)[M][D][4], float (&lse)[M][2]) {
+    __device__ __forceinline__ void finish(float scale_log2, float (&o)[M][D][4],
+                                           float (&lse)[M][2]) {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
                 const float sum = quad_sum(l[i][r]);
@@ -145,7 +164,8 @@ struct Softmax {
 };
 
 template <int HS, class Y>
-__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<bf16, Y> args) {
+__global__ __launch_bounds__(kThreads, 2) void forward_kernel(
+    const __grid_constant__ ForwardArgs<bf16, Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M, TileBytes = Bc * HS * 2;
@@ -158,7 +178,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16 *q = head_of(p.q, w, HS), *k = head_of(p.k, w, HS), *v = head_of(p.v, w, HS);
-    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);  // the last query sees keys before this
+    // the last query sees keys before this
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     const int k_tiles = (k_end + Bc - 1) / Bc;
 
     auto load_kv = [&](int j) {
@@ -176,25 +197,30 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
         __syncthreads();
-        for (int kk = 0; kk < HS / 16; kk++) q_rows.load(q_smem + warp_row * HS * 2, kk);
+        for (int kk = 0; kk < HS / 16; kk++)
+            q_rows.load(q_smem + warp_row * HS * 2, kk);
     }
 
     auto step = [&](int j, auto masked) {
         float s[M][Bc / 8][4] = {};
         const uint32_t k_tile = k_smem + (j & 1) * TileBytes, v_tile = v_smem + (j & 1) * TileBytes;
 #pragma unroll  // before the compiler orders the loads, not after
-        for (int kk = 0; kk < HS / 16; kk++) mma_abt<HS>(s, q_rows.at(q_smem + warp_row * HS * 2, kk), k_tile, kk * 16);
+        for (int kk = 0; kk < HS / 16; kk++)
+            mma_abt<HS>(s, q_rows.at(q_smem + warp_row * HS * 2, kk), k_tile, kk * 16);
         if constexpr (decltype(masked)::value) {
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
-                    const int visible = visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc);
+                    const int visible =
+                        visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc);
                     for (int n = 0; n < Bc / 8; n++)
-                        if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
+                        if (8 * n + e % 2 >= visible)
+                            s[i][n][e] = -INFINITY;
                 }
         }
         softmax.raise_m(p.scale_log2, s, o);
         // [quote]
-        for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step's MMAs of P·V run beside the next one's exponentials
+        // a k-step's MMAs of P·V run beside the next one's exponentials
+        for (int kk = 0; kk < Bc / 16; kk++) {
             softmax.exponentials(p.scale_log2, s, kk);
             uint32_t a[M][4];
             to_a(a, s, kk);
@@ -205,11 +231,14 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
 
     for (int j = k_tiles - 1; j >= 0; j--) {
         cp_async_wait<0>();
-        __syncthreads();  // tile j is there for all, and all have left tile j + 1, whose stage the next load takes
-        if (j > 0) load_kv(j - 1);
+        // tile j is there for all, and all have left tile j + 1, whose stage the next load takes
+        __syncthreads();
+        if (j > 0)
+            load_kv(j - 1);
         cp_async_commit();
         const int k0 = j * Bc;
-        if (k0 > last_q + p.shift) continue;
+        if (k0 > last_q + p.shift)
+            continue;
         if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q + p.shift)
             step(j, std::true_type{});
         else
@@ -218,11 +247,14 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
 
     float lse[M][2];
     softmax.finish(p.scale_log2, o, lse);
-    store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
-    for (int i = 0; i < M; i++)  // after out: with lse first the compiler makes the loop above 2 % slower
+    store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token,
+                   args.out.token, p.Tq - q0);
+    // after out: with lse first the compiler makes the loop above 2 % slower
+    for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const int row = first_q + lane / 4 + 16 * i + 8 * r;
-            if (lane % 4 == 0 && row < p.Tq) args.lse.ptr[w.bh * args.lse.head + row] = lse[i][r];
+            if (lane % 4 == 0 && row < p.Tq)
+                args.lse.ptr[w.bh * args.lse.head + row] = lse[i][r];
         }
 #endif
 }
@@ -239,8 +271,9 @@ struct BackwardArgs {
     Heads<Y> dq, dk, dv;
 };
 
-// Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.lse_D. HS/8 lanes share a
-// row of dO and O, 8 elements each. Rows past Tq get lse = +inf, so that their P is 0.
+// Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to
+// args.lse_D. HS/8 lanes share a row of dO and O, 8 elements each. Rows past Tq get lse = +inf, so
+// that their P is 0.
 template <int HS, int M, class Args>
 __device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, const bf16* dout,
                                            LseD* lse_D_smem, int q0, int warp_row) {
@@ -257,8 +290,10 @@ __device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, cons
     }
     for (int i = 0; i < N; i++) {
         float D = dot8(x[i], y[i]);
-        for (int lanes = 1; lanes < Pieces; lanes *= 2) D += __shfl_xor_sync(~0u, D, lanes);
-        if (lane % Pieces == 0) lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].D = D;
+        for (int lanes = 1; lanes < Pieces; lanes *= 2)
+            D += __shfl_xor_sync(~0u, D, lanes);
+        if (lane % Pieces == 0)
+            lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].D = D;
     }
     __syncwarp();
     lse_D_smem[row].lse_log2 = lse;
@@ -269,7 +304,8 @@ __device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, cons
 }
 
 template <int HS, class Y>
-__global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__ BackwardArgs<Y> args) {
+__global__ __launch_bounds__(kThreads,
+                             2) void dq_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
@@ -281,7 +317,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     LseD* lse_D_smem = reinterpret_cast<LseD*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of(p, true);
+    if (threadIdx.x == 0)
+        w = work_of(p, true);
     __syncthreads();
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
@@ -289,8 +326,10 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS), p.k.token, j * Bc, p.Tk);
-        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS), p.v.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS), p.k.token,
+                                    j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS), p.v.token,
+                                    j * Bc, p.Tk);
     };
     load_tile<HS, Br, kThreads>(q_smem, head_of(p.q, w, HS), p.q.token, q0, p.Tq);
     load_tile<HS, Br, kThreads>(do_smem, dout, args.dout.token, q0, p.Tq);
@@ -313,16 +352,20 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
         cp_async_wait<1>();
         __syncthreads();
         for (int kk = 0; kk < HS / 16; kk++)
-            q_rows.load(q_smem + warp_row * HS * 2, kk), do_rows.load(do_smem + warp_row * HS * 2, kk);
+            q_rows.load(q_smem + warp_row * HS * 2, kk),
+                do_rows.load(do_smem + warp_row * HS * 2, kk);
     }
 
     auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2, v_tile = k_tile + 2 * TileBytes;
+        const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2,
+                       v_tile = k_tile + 2 * TileBytes;
         float s[M][kSub / 8][4] = {}, dp[M][kSub / 8][4];
         for (int i = 0; i < M; i++)
             for (int n = 0; n < kSub / 8; n++)
-                for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
+                // the product adds to it (dP − D)
+                for (int e = 0; e < 4; e++)
+                    dp[i][n][e] = -D[i][e / 2];
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
             const auto &q = q_rows.at(q_smem + warp_row * HS * 2, kk),
@@ -332,7 +375,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
         }
         for (int i = 0; i < M; i++)
             for (int e = 0; e < 4; e++) {
-                const int visible = visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc + sub);
+                const int visible =
+                    visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc + sub);
                 for (int n = 0; n < kSub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
                     s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
@@ -343,13 +387,16 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
 
     for (int j = 0; j < k_tiles; j++) {
         cp_async_wait<0>();
-        __syncthreads();  // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
-        if (j + 1 < k_tiles) load_kv(j + 1);
+        // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
+        __syncthreads();
+        if (j + 1 < k_tiles)
+            load_kv(j + 1);
         cp_async_commit();
 #pragma unroll 1
         for (int sub = 0; sub < Bc; sub += kSub) {
             const int k0 = j * Bc + sub;
-            if (k0 > last_q + p.shift) continue;
+            if (k0 > last_q + p.shift)
+                continue;
             if (k0 + kSub > p.Tk || k0 + kSub - 1 > first_q + p.shift)
                 step(j, sub, std::true_type{});
             else
@@ -358,12 +405,14 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     }
 
     scale(dq, p.scale);
-    store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0);
+    store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token,
+                   p.Tq - q0);
 #endif
 }
 
 template <int HS, class Y>
-__global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant__ BackwardArgs<Y> args) {
+__global__ __launch_bounds__(kThreads,
+                             2) void dkdv_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
@@ -377,23 +426,26 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
         reinterpret_cast<const LseDPair*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of(p, false);
+    if (threadIdx.x == 0)
+        w = work_of(p, false);
     __syncthreads();
     const int k0 = w.tile * Bc, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_k = k0 + warp_row, last_k = first_k + 16 * M - 1;  // the warp's
-    const int first_tile = max(0, k0 - p.shift) / Br;  // the first query that sees key k0 is k0 − shift
+    // the first query that sees key k0 is k0 − shift
+    const int first_tile = max(0, k0 - p.shift) / Br;
     const int q_tiles = (p.Tq + Br - 1) / Br;
 
-    // Queries past Tq arrive as zeros, as do their dO and D, so they add nothing. Keys past Tk fill rows that are never
-    // written.
+    // Queries past Tq arrive as zeros, as do their dO and D, so they add nothing. Keys past Tk fill
+    // rows that are never written.
     auto load_q = [&](int j) {
         const int stage = j & 1, row = j * Br + threadIdx.x;
-        load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token, j * Br, p.Tq);
-        load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
-                                    p.Tq);
+        load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token,
+                                    j * Br, p.Tq);
+        load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS),
+                                    args.dout.token, j * Br, p.Tq);
         if (threadIdx.x < Br)
-            cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8, args.lse_D + static_cast<size_t>(w.bh) * p.Tq + row,
-                       row < p.Tq);
+            cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8,
+                       args.lse_D + static_cast<size_t>(w.bh) * p.Tq + row, row < p.Tq);
         cp_async_commit();
     };
     load_tile<HS, Bc, kThreads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
@@ -403,7 +455,8 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
     auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2, do_tile = q_tile + 2 * TileBytes;
+        const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2,
+                       do_tile = q_tile + 2 * TileBytes;
         float s[M][kSub / 8][4] = {}, dp[M][kSub / 8][4];  // transposed: rows are keys
         uint32_t a[M][4];
 #pragma unroll  // before the compiler orders the loads, not after
@@ -437,18 +490,22 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
         }
         for (int i = 0; i < M; i++)
             for (int n = 0; n < kSub / 8; n++)
-                for (int e = 0; e < 4; e++) s[i][n][e] *= dp[i][n][e];  // dS
+                for (int e = 0; e < 4; e++)
+                    s[i][n][e] *= dp[i][n][e];  // dS
         add_product<HS>(dk, s, q_tile);
     };
 
     for (int j = first_tile; j < q_tiles; j++) {
         cp_async_wait<0>();
-        __syncthreads();  // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
-        if (j + 1 < q_tiles) load_q(j + 1);
+        // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
+        __syncthreads();
+        if (j + 1 < q_tiles)
+            load_q(j + 1);
 #pragma unroll 1
         for (int sub = 0; sub < Br; sub += kSub) {
             const int first_q = j * Br + sub;
-            if (first_q + kSub - 1 + p.shift < first_k) continue;
+            if (first_q + kSub - 1 + p.shift < first_k)
+                continue;
             if (first_q + p.shift < last_k)
                 step(j, sub, std::true_type{});
             else
@@ -456,9 +513,10 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
         }
     }
     scale(dk, p.scale);
-    store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
-    store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
+    store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token,
                    p.Tk - k0);
+    store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token,
+                   args.dv.token, p.Tk - k0);
 #endif
 }
 

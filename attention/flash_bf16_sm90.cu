@@ -10,14 +10,16 @@
 //   out = O / l
 //   lse = m + log l
 //
-// New against flash_wgmma: roles, and no running maximum. One thread, the producer, has the TMA unit copy tiles into
-// stages in shared memory. The consumers are warpgroups of 64 queries each, which multiply straight out of the stages.
-// mbarriers say when a tile has landed and when it may be overwritten.
+// New against flash_wgmma: roles, and no running maximum. One thread, the producer, has the TMA
+// unit copy tiles into stages in shared memory. The consumers are warpgroups of 64 queries each,
+// which multiply straight out of the stages. mbarriers say when a tile has landed and when it may
+// be overwritten.
 //
-// Any m gives the same out and lse as long as nothing overflows. The maximum of the first tile (the diagonal one) is
-// nearly always good enough for the whole row. P and l may grow to 2^60 before their sums tell a warp that it needs a
-// new m. It then computes S again, by itself, and goes the textbook's way for that tile. So 64 maxima, 4 shuffles and
-// the rescaling of O are gone from the loop.
+// Any m gives the same out and lse as long as nothing overflows. The maximum of the first tile (the
+// diagonal one) is nearly always good enough for the whole row. P and l may grow to 2^60 before
+// their sums tell a warp that it needs a new m. It then computes S again, by itself, and goes the
+// textbook's way for that tile. So 64 maxima, 4 shuffles and the rescaling of O are gone from the
+// loop.
 //
 // A warpgroup's step j, while the tensor cores also serve the other warpgroups:
 //
@@ -38,8 +40,8 @@
 //   KFull, VFull    TMA                      all consumers
 //   KEmpty, VEmpty  every consumer warp      the producer
 //
-// A block stays on its SM and fetches tiles of queries until none are left. While consumers finish one, the producer
-// loads the next.
+// A block stays on its SM and fetches tiles of queries until none are left. While consumers finish
+// one, the producer loads the next.
 //
 // Writes: out (bf16 or fp32), lse (every element).  Backward: flash_bf16_sm90_backward.cu.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0, compute capability 9.0 alone.
@@ -55,14 +57,16 @@
 #include "cuda/tensor_map.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+// kernels have empty bodies there, and what only they use is "never referenced"
+#pragma nv_diag_suppress 177
 #endif
 
 namespace {
 
 // -------------------------------------------------------------------------------------------------
-// Tiles. Registers decide how many warpgroups share a tile of keys: S, O and P take 64 + 32 + 32 a thread at HS 64, and
-// three warpgroups may have 160; at HS 128 they take 64 + 64 + 32, and there are two. The producer hands its own back.
+// Tiles. Registers decide how many warpgroups share a tile of keys: S, O and P take 64 + 32 + 32 a
+// thread at HS 64, and three warpgroups may have 160; at HS 128 they take 64 + 64 + 32, and there
+// are two. The producer hands its own back.
 
 template <int HS>
 struct ForwardTiles {
@@ -74,9 +78,11 @@ struct ForwardTiles {
     static constexpr int ConsumerRegisters = HS == 64 ? 160 : 232;
     static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
     // Offsets in shared memory: Q twice, out, the stages, barriers, Work twice. 200 KB, 224 KB.
-    static constexpr int Out = 2 * Warpgroups * QBytes, K = Out + Warpgroups * QBytes, V = K + Stages * KvBytes;
+    static constexpr int Out = 2 * Warpgroups * QBytes, K = Out + Warpgroups * QBytes,
+                         V = K + Stages * KvBytes;
     static constexpr int MostOfABarrier = 2 * Warpgroups;  // of six kinds
-    static constexpr int Barriers = V + Stages * KvBytes, NextWork = Barriers + 6 * MostOfABarrier * 8;
+    static constexpr int Barriers = V + Stages * KvBytes,
+                         NextWork = Barriers + 6 * MostOfABarrier * 8;
     static constexpr int Smem = NextWork + 2 * 16;
     static_assert(Smem <= 227 * 1024 && Stages <= MostOfABarrier);
 };
@@ -94,9 +100,9 @@ struct Problem {
     Heads<float> out;  // if the results are fp32. In bf16 a tensor map says where they go
 };
 
-// Tiles are handed out as blocks come for them, which balances what no fixed assignment does: their lengths differ, and
-// so do SMs. Each launch needs a counter, which its last block sets back to 0; launches that run at once have different
-// ones.
+// Tiles are handed out as blocks come for them, which balances what no fixed assignment does: their
+// lengths differ, and so do SMs. Each launch needs a counter, which its last block sets back to 0;
+// launches that run at once have different ones.
 constexpr int kCounters = 1024;
 __device__ int next_item[kCounters];
 std::atomic<unsigned> launches;
@@ -108,9 +114,10 @@ struct Work {
     int q0;
     int k_tiles;  // of the last query
 };
-// Heads go in groups whose keys and values stay in L2; within a group the longest tiles come first, so that the last to
-// finish are short. Tiles are counted from the last query: if 64·Warpgroups does not divide Tq, it is the first, short
-// tile that has warpgroups without queries (q0 < 0), not the longest.
+// Heads go in groups whose keys and values stay in L2; within a group the longest tiles come first,
+// so that the last to finish are short. Tiles are counted from the last query: if 64·Warpgroups
+// does not divide Tq, it is the first, short tile that has warpgroups without queries (q0 < 0), not
+// the longest.
 template <int Br, int Bc>
 __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
@@ -147,46 +154,66 @@ struct Shared {
         fence_mbarrier_init();
     }
     __device__ __forceinline__ void init(Barrier barrier, int arrivals) const {
-        for (int i = 0; i < kMost; i++) mbarrier_init(at(barrier, i), arrivals);
+        for (int i = 0; i < kMost; i++)
+            mbarrier_init(at(barrier, i), arrivals);
     }
     __device__ __forceinline__ uint32_t at(Barrier barrier, int i) const {  // of a stage
         return barriers + (barrier * kMost + i) * 8;
     }
-    __device__ __forceinline__ uint32_t at(Barrier barrier, int slot, int w) const { return at(barrier, slot * W + w); }
-    __device__ __forceinline__ uint32_t q(int slot, int w) const { return base + (slot * W + w) * Tiles::QBytes; }
-    __device__ __forceinline__ uint32_t k(int stage) const { return base + Tiles::K + stage * Tiles::KvBytes; }
-    __device__ __forceinline__ uint32_t v(int stage) const { return base + Tiles::V + stage * Tiles::KvBytes; }
-    __device__ __forceinline__ uint32_t out(int w) const { return base + Tiles::Out + w * Tiles::QBytes; }
+    __device__ __forceinline__ uint32_t at(Barrier barrier, int slot, int w) const {
+        return at(barrier, slot * W + w);
+    }
+    __device__ __forceinline__ uint32_t q(int slot, int w) const {
+        return base + (slot * W + w) * Tiles::QBytes;
+    }
+    __device__ __forceinline__ uint32_t k(int stage) const {
+        return base + Tiles::K + stage * Tiles::KvBytes;
+    }
+    __device__ __forceinline__ uint32_t v(int stage) const {
+        return base + Tiles::V + stage * Tiles::KvBytes;
+    }
+    __device__ __forceinline__ uint32_t out(int w) const {
+        return base + Tiles::Out + w * Tiles::QBytes;
+    }
 };
 
-// One thread. Fetches tiles of queries until none are left, and has the TMA unit copy what each needs.
+// One thread. Fetches tiles of queries until none are left, and has the TMA unit copy what each
+// needs.
 template <int HS>
-__device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtensorMap& q_map, const CUtensorMap& k_map,
-                                         const CUtensorMap& v_map, const Problem& p) {
+__device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtensorMap& q_map,
+                                         const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                         const Problem& p) {
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, W = Tiles::Warpgroups;
     Cursor<Tiles::Stages> at;
     Work w;
-    // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared memory.
+    // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared
+    // memory.
     auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
         mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes shared.work too
-        for (int d = 0; d < HS; d += 64) tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
+        for (int d = 0; d < HS; d += 64)
+            tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
     };
     for (int i = 0, item = blockIdx.x;; i++) {
-        for (int wg = 0; wg < W; wg++) mbarrier_wait(shared.at(QEmpty, i % 2, wg), (i / 2 & 1) ^ 1);
+        for (int wg = 0; wg < W; wg++)
+            mbarrier_wait(shared.at(QEmpty, i % 2, wg), (i / 2 & 1) ^ 1);
         if (item >= p.items) {
             shared.work[i % 2].b = -1;
-            for (int wg = 0; wg < W; wg++) mbarrier_arrive(shared.at(QFull, i % 2, wg));
+            for (int wg = 0; wg < W; wg++)
+                mbarrier_arrive(shared.at(QFull, i % 2, wg));
             break;
         }
         w = work_item<Br, Bc>(p, item);
         // The tile after this one. Waiting for the answer after the loads instead was not faster.
         const int taken = atomicAdd(&next_item[p.counter], 1);
-        if (taken == p.items - 1) next_item[p.counter] = 0;  // every block has asked for the last time
+        // every block has asked for the last time
+        if (taken == p.items - 1)
+            next_item[p.counter] = 0;
         item = gridDim.x + taken;
         shared.work[i % 2] = w;
         for (int wg = 0; wg < W; wg++)
-            load(shared.q(i % 2, wg), q_map, shared.at(QFull, i % 2, wg), 64, max(0, w.q0 + 64 * wg));
+            load(shared.q(i % 2, wg), q_map, shared.at(QFull, i % 2, wg), 64,
+                 max(0, w.q0 + 64 * wg));
         for (int j = w.k_tiles - 1; j >= 0; j--, at.advance()) {
             mbarrier_wait(shared.at(KEmpty, at.stage), at.phase ^ 1);
             load(shared.k(at.stage), k_map, shared.at(KFull, at.stage), Bc, j * Bc);
@@ -196,8 +223,8 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
     }
 }
 
-// A consumer: the registers of a warpgroup, and what it does with them. A thread holds the accumulators' elements of
-// rows lane/4 and lane/4 + 8 of its warp's 16.
+// A consumer: the registers of a warpgroup, and what it does with them. A thread holds the
+// accumulators' elements of rows lane/4 and lane/4 + 8 of its warp's 16.
 template <int HS>
 struct Consumer {
     using Tiles = ForwardTiles<HS>;
@@ -211,22 +238,25 @@ struct Consumer {
     uint32_t q;          // where its queries lie
     float s[Bc / 8][4];  // S, then P
     float o[HS / 8][4];
-    uint32_t p_regs[Bc / 16][4];   // P as A operand
-    float l[2], m[2];              // l: this lane's columns only, summed at the end
-    float alpha[2], l_tile[1][4];  // the last tile's e^{old m − m}, where it raised m, and its parts of l
+    uint32_t p_regs[Bc / 16][4];  // P as A operand
+    float l[2], m[2];             // l: this lane's columns only, summed at the end
+    // the last tile's e^{old m − m}, where it raised m, and its parts of l
+    float alpha[2], l_tile[1][4];
 
     __device__ __forceinline__ Consumer(const Problem& p, const Shared<HS>& shared, int wg)
         : p(p), shared(shared), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
 
     // After a wgmma_wait, which speaks for the warp, not the warpgroup.
     __device__ __forceinline__ void release(uint32_t barrier) const {
-        if (lane == 0) mbarrier_arrive(barrier);
+        if (lane == 0)
+            mbarrier_arrive(barrier);
     }
 
     // Starts S = Q Kᵀ for the tile's first keys, as many as s has columns.
     template <int N>
     __device__ __forceinline__ void multiply_qk(float (&s)[N][4]) {
-        const uint64_t q_descriptor = wgmma_descriptor(q), k_descriptor = wgmma_descriptor(shared.k(at.stage));
+        const uint64_t q_descriptor = wgmma_descriptor(q),
+                       k_descriptor = wgmma_descriptor(shared.k(at.stage));
         wgmma_fence();
         for (int kk = 0; kk < HS / 16; kk++)
             wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
@@ -236,21 +266,25 @@ struct Consumer {
     // The same by mma.sync, for one warp's rows alone: wgmma needs all four.
     __device__ __forceinline__ void multiply_qk_alone() {
         for (auto& s_n : s)
-            for (float& x : s_n) x = 0.f;
+            for (float& x : s_n)
+                x = 0.f;
         auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
 #pragma unroll 1
         for (int kk = 0; kk < HS / 16; kk++) {
-            const uint32_t q_tile = q + kk / 4 * 64 * 128, k_tile = shared.k(at.stage) + kk / 4 * Bc * 128;
+            const uint32_t q_tile = q + kk / 4 * 64 * 128,
+                           k_tile = shared.k(at.stage) + kk / 4 * Bc * 128;
             uint32_t a[4], b[4];
             ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
             for (int n = 0; n < Bc / 8; n += 2) {
-                ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8, kk % 4 * 2 + lane / 8 % 2));
+                ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8,
+                                                 kk % 4 * 2 + lane / 8 % 2));
                 mma_m16n8k16_bf16(s[n], a, b[0], b[1]);
                 mma_m16n8k16_bf16(s[n + 1], a, b[2], b[3]);
             }
         }
     }
-    // Starts O += P V for the tile's first Keys, and between products of 16 keys does what `beside` does.
+    // Starts O += P V for the tile's first Keys, and between products of 16 keys does what `beside`
+    // does.
     template <int Keys, class Beside>
     __device__ __forceinline__ void multiply_pv(int stage, Beside beside) {
         const uint64_t v_descriptor = wgmma_descriptor(shared.v(stage), Bc * 128);
@@ -280,7 +314,8 @@ struct Consumer {
             const int end = min(p.Tk, query + p.shift + 1) - j * Bc - lane % 4 * 2;
             for (int n = 0; n < N; n++)
                 for (int e = 0; e < 2; e++)
-                    if (8 * n + e >= end) s[n][2 * r + e] = -INFINITY;
+                    if (8 * n + e >= end)
+                        s[n][2 * r + e] = -INFINITY;
         }
         for (int r = 0; r < 2; r++) {
             float x0 = m[r], x1 = s[0][2 * r + 1];
@@ -296,15 +331,18 @@ struct Consumer {
         }
         const float m_log2[2] = {m[0] == -INFINITY ? 0.f : m[0] * p.scale_log2,
                                  m[1] == -INFINITY ? 0.f : m[1] * p.scale_log2};
-        for (float& x : l_tile[0]) x = 0.f;
-        for (auto& s_n : s) exponentials(s_n, m_log2);
+        for (float& x : l_tile[0])
+            x = 0.f;
+        for (auto& s_n : s)
+            exponentials(s_n, m_log2);
         wgmma_hold(s);
         wgmma_hold(l_tile);
     }
     __device__ __forceinline__ void rescale() {
         for (int r = 0; r < 2; r++) {
             l[r] *= alpha[r];
-            for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= alpha[r], o[n][2 * r + 1] *= alpha[r];
+            for (int n = 0; n < HS / 8; n++)
+                o[n][2 * r] *= alpha[r], o[n][2 * r + 1] *= alpha[r];
         }
     }
     template <int N>
@@ -337,44 +375,52 @@ struct Consumer {
             softmax<true>(s, j);
         } else {
             wgmma_wait<0>(s);
-            for (float& x : l_tile[0]) x = 0.f;
+            for (float& x : l_tile[0])
+                x = 0.f;
             // [quote]
             const float m_log2[2] = {m[0] * p.scale_log2, m[1] * p.scale_log2};
             multiply_pv<Keys>(previous, [&](int kk) {
                 constexpr int N = 2 * Bc / Keys;  // of 8 columns
-                for (int n = kk * N; n < (kk + 1) * N; n++) exponentials(s[n], m_log2);
+                for (int n = kk * N; n < (kk + 1) * N; n++)
+                    exponentials(s[n], m_log2);
             });
             wgmma_hold(s);
             wgmma_hold(l_tile);
             // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
-            out_of_range = __any_sync(~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
+            out_of_range = __any_sync(
+                ~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
             // [end]
         }
-        // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past the wait
-        // below: they are to run beside O += P V.
+        // For the next step's P V. Here, because a loop keeps the compiler from moving the
+        // exponentials past the wait below: they are to run beside O += P V.
         mbarrier_wait(shared.at(VFull, at.stage), at.phase);
         wgmma_wait<0>(o);
         if (out_of_range) {
             multiply_qk_alone();
             softmax<false>(s, j);
         }
-        if (out_of_range || Masked) rescale();
+        if (out_of_range || Masked)
+            rescale();
         release(shared.at(KEmpty, at.stage));
         release(shared.at(VEmpty, previous));
         pack(s);
-        for (int r = 0; r < 2; r++) l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
+        for (int r = 0; r < 2; r++)
+            l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
     }
 
     // All of a tile of queries but its end: O, m and l.
     __device__ __forceinline__ void attend(const Work& w, int slot) {
         first_q = w.q0 + 64 * wg, q = shared.q(slot, wg);
-        const int k_end = first_q < 0 ? 0 : min(p.Tk, min(first_q + 64, p.Tq) + p.shift);  // 0: no queries here
+        // 0: no queries here
+        const int k_end = first_q < 0 ? 0 : min(p.Tk, min(first_q + 64, p.Tq) + p.shift);
         // The tiles that some query here sees, and those that all see whole.
         const int my_tiles = (k_end + Bc - 1) / Bc;
         const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
-        for (int r = 0; r < 2; r++) m[r] = -INFINITY, l[r] = 0.f;
+        for (int r = 0; r < 2; r++)
+            m[r] = -INFINITY, l[r] = 0.f;
         for (int n = 0; n < HS / 8; n++)
-            for (int e = 0; e < 4; e++) o[n][e] = 0.f;
+            for (int e = 0; e < 4; e++)
+                o[n][e] = 0.f;
 
         int j = w.k_tiles - 1;
         for (; j >= my_tiles; j--, at.advance()) {  // beyond this warpgroup's queries
@@ -388,7 +434,8 @@ struct Consumer {
             return;
         }
         mbarrier_wait(shared.at(KFull, at.stage), at.phase);
-        // The diagonal leaves every other warpgroup only half a tile: half the products, half the exponentials.
+        // The diagonal leaves every other warpgroup only half a tile: half the products, half the
+        // exponentials.
         float half[8][4];
         const bool is_half = k_end - j * Bc <= 64;
         if (is_half)
@@ -396,11 +443,15 @@ struct Consumer {
         else
             first(s, j);
         mbarrier_wait(shared.at(VFull, at.stage), at.phase);
-        for (int r = 0; r < 2; r++) l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
+        for (int r = 0; r < 2; r++)
+            l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
         j--;
-        if (is_half && j >= 0 && j < unmasked) step<false, 64>(j--);
-        for (; j >= unmasked; j--) step<true>(j);
-        for (; j >= 0; j--) step<false>(j);
+        if (is_half && j >= 0 && j < unmasked)
+            step<false, 64>(j--);
+        for (; j >= unmasked; j--)
+            step<true>(j);
+        for (; j >= 0; j--)
+            step<false>(j);
         mbarrier_arrive(shared.at(QEmpty, slot, wg));
         multiply_pv<Bc>(at.stage, [](int) {});
         wgmma_wait<0>(o);
@@ -416,38 +467,49 @@ struct Consumer {
             sum += __shfl_xor_sync(~0u, sum, 2);
             const float inverse = __fdividef(1.f, sum);
             lse[r] = (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-            for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
+            for (int n = 0; n < HS / 8; n++)
+                o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
         }
     }
 
-    // Writes lse, and out by way of shared memory if it is bf16. A tile of fp32 would not fit there at HS 128.
+    // Writes lse, and out by way of shared memory if it is bf16. A tile of fp32 would not fit there
+    // at HS 128.
     template <class Y>
-    __device__ __forceinline__ void store(const Work& w, const float (&lse)[2], const CUtensorMap& out_map) const {
+    __device__ __forceinline__ void store(const Work& w, const float (&lse)[2],
+                                          const CUtensorMap& out_map) const {
         float* lse_rows = p.lse.ptr + (static_cast<size_t>(w.b) * p.NH + w.h) * p.lse.head;
         const int row = first_q + 16 * warp + lane / 4;
         for (int r = 0; r < 2; r++)
-            if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) lse_rows[row + 8 * r] = lse[r];
+            if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq)
+                lse_rows[row + 8 * r] = lse[r];
         const bool leader = threadIdx.x % 128 == 0;
-        if (leader) bulk_wait_read<0>();
-        named_barrier_sync(1 + wg, 128);  // the last store has left shared memory. Without it fp32 would spill
+        if (leader)
+            bulk_wait_read<0>();
+        // the last store has left shared memory. Without it fp32 would spill
+        named_barrier_sync(1 + wg, 128);
         if constexpr (std::is_same_v<Y, float>) {
             for (int r = 0; r < 2; r++) {
-                if (first_q < 0 || row + 8 * r >= p.Tq) continue;
-                float2* to = reinterpret_cast<float2*>(p.out.row(w.b, row + 8 * r, w.h, HS)) + lane % 4;
-                for (int n = 0; n < HS / 8; n++) to[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
+                if (first_q < 0 || row + 8 * r >= p.Tq)
+                    continue;
+                float2* to =
+                    reinterpret_cast<float2*>(p.out.row(w.b, row + 8 * r, w.h, HS)) + lane % 4;
+                for (int n = 0; n < HS / 8; n++)
+                    to[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
             }
             return;
         }
         const uint32_t out = shared.out(wg) + (16 * warp + lane % 16) * 128;
         for (int n = 0; n < HS / 8; n += 2) {
             uint32_t packed[4];
-            for (int k = 0; k < 4; k++) packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
+            for (int k = 0; k < 4; k++)
+                packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
             stmatrix_x4(out + n / 8 * 64 * 128 + (((n % 8 + lane / 16) ^ (lane & 7)) << 4), packed);
         }
         fence_proxy_async();
         named_barrier_sync(1 + wg, 128);
         if (leader && first_q >= 0) {
-            for (int d = 0; d < HS; d += 64) tma_store_4d(&out_map, shared.out(wg) + d * 64 * 2, d, w.h, first_q, w.b);
+            for (int d = 0; d < HS; d += 64)
+                tma_store_4d(&out_map, shared.out(wg) + d * 64 * 2, d, w.h, first_q, w.b);
             bulk_commit();
         }
     }
@@ -464,14 +526,17 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
     using Tiles = ForwardTiles<HS>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const Shared<HS> shared{smem};
-    if (threadIdx.x == 0) shared.init();
+    if (threadIdx.x == 0)
+        shared.init();
     __syncthreads();
 
-    // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they could part.
+    // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they
+    // could part.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {  // the producer
         setmaxnreg_dec<Tiles::ProducerRegisters>();
-        if (threadIdx.x == 0) producer(shared, q_map, k_map, v_map, p);
+        if (threadIdx.x == 0)
+            producer(shared, q_map, k_map, v_map, p);
     } else {
         setmaxnreg_inc<Tiles::ConsumerRegisters>();
         Consumer<HS> consumer(p, shared, warpgroup - 1);
@@ -480,13 +545,15 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             Work w = shared.work[i % 2];
             w.b = __shfl_sync(~0u, w.b, 0), w.q0 = __shfl_sync(~0u, w.q0, 0);
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
-            if (w.b < 0) break;
+            if (w.b < 0)
+                break;
             consumer.attend(w, i % 2);
             float lse[2];
             consumer.normalise(lse);
             consumer.template store<Y>(w, lse, out_map);
         }
-        if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the reads
+        if (threadIdx.x % 128 == 0)
+            bulk_wait_read<0>();  // shared memory must outlive the reads
     }
 #endif
 }
@@ -500,19 +567,22 @@ template <int HS, class Y>
 void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     using Tiles = ForwardTiles<HS>;
     const AttentionShape& s = c.s;
-    // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
-    // wait. And groups as alike as can be: a small last one begins its long tiles when the others have ended theirs.
+    // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short
+    // tiles, in which SMs wait. And groups as alike as can be: a small last one begins its long
+    // tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
     p.shift = s.shift(), p.scale_log2 = s.scale_log2();
     p.tiles = ceil_div(s.Tq, Tiles::Br);
-    const size_t most = std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads);
+    const size_t most =
+        std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads);
     p.group = ceil_div(p.heads, ceil_div(p.heads, static_cast<int>(most)));
     p.lse = c.lse;
     const size_t items = static_cast<size_t>(p.tiles) * p.heads;
     if (items > INT_MAX / 2)
-        throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, items, INT_MAX / 2));
+        throw Error(
+            format("%s: %zu tiles, more than %d: use a smaller batch", kName, items, INT_MAX / 2));
     p.items = static_cast<int>(items);
     p.counter = launches++ % kCounters;
 
@@ -525,9 +595,10 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     else
         out_map = tensor_map("out", c.out, s.queries(), 64);
     const auto kernel = forward_kernel<HS, Y>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
-    kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,
-                                                                                        p);
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
+    kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(
+        q_map, k_map, v_map, out_map, p);
     LAUNCH_CHECK(kName);
 }
 

@@ -1,4 +1,5 @@
-// Flash attention forward and backward with fp32's accuracy on tensor cores: mma.sync on split fp16 (sm_80+).
+// Flash attention forward and backward with fp32's accuracy on tensor cores: mma.sync on split fp16
+// (sm_80+).
 //
 //   x · 2^e = hi + lo                            an operand is a pair
 //   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi      a product is three MMAs
@@ -22,18 +23,20 @@
 //   dK = scale·dSᵀ Q
 //   dV = Pᵀ dO
 //
-// fp16_pairs.cuh says why, and how operands are scaled. Undoing a scale costs nothing. It is part of the factor that
-// turns S into an exponent of 2, or of the one with which a tile's product is added to the sum.
+// fp16_pairs.cuh says why, and how operands are scaled. Undoing a scale costs nothing. It is part
+// of the factor that turns S into an exponent of 2, or of the one with which a tile's product is
+// added to the sum.
 //
-// New against flash_bf16: tiles arrive as floats (cp.async, one tile ahead) and the block splits them in shared memory.
-// That takes one barrier after the largest magnitude is known and one after the tile is written. A warp owns 32 rows
-// (16 at HS 128), and backward is two kernels that each write what they own, as there. Backward scales a tile of dS by
-// its own largest magnitude.
+// New against flash_bf16: tiles arrive as floats (cp.async, one tile ahead) and the block splits
+// them in shared memory. That takes one barrier after the largest magnitude is known and one after
+// the tile is written. A warp owns 32 rows (16 at HS 128), and backward is two kernels that each
+// write what they own, as there. Backward scales a tile of dS by its own largest magnitude.
 //
-// Backward's D comes from the same MMAs as dP, as the diagonal of dO Oᵀ. So dP − D is exactly 0 where one key has all the
-// weight. In a call with all of a row's keys two sums show errors that these share. The row's dS should add up to
-// 0, and what they add up to is D's error. Its P should add up to 1, and what is missing is lse's error. dq_kernel
-// corrects dQ, and D and lse for dkdv_kernel. A call with some of the keys has lse_rest.
+// Backward's D comes from the same MMAs as dP, as the diagonal of dO Oᵀ. So dP − D is exactly 0
+// where one key has all the weight. In a call with all of a row's keys two sums show errors that
+// these share. The row's dS should add up to 0, and what they add up to is D's error. Its P should
+// add up to 1, and what is missing is lse's error. dq_kernel corrects dQ, and D and lse for
+// dkdv_kernel. A call with some of the keys has lse_rest.
 //
 // Writes: forward out, lse and lse_rest, backward dq, dk and dv (every element).
 // Scratch: LseD and P's factor (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
@@ -46,15 +49,16 @@
 #include "attention/log.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+// kernels have empty bodies there, and what only they use is "never referenced"
+#pragma nv_diag_suppress 177
 #endif
 
 namespace {
 
 // -------------------------------------------------------------------------------------------------
-// Tiles. A warp owns kM MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a thread may have 255 registers.
-// On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89 and sm_120 have only 99 KB in all. An element takes 4
-// bytes as a float and 4 as a pair of halves.
+// Tiles. A warp owns kM MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a thread
+// may have 255 registers. On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89 and
+// sm_120 have only 99 KB in all. An element takes 4 bytes as a float and 4 as a pair of halves.
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 template <int HS>
@@ -62,7 +66,8 @@ constexpr int kM = HS == 64 ? 2 : 1;
 
 template <int HS>
 struct ForwardTiles {
-    static constexpr int Br = kWarps * kM<HS> * 16, Bc = HS == 64 ? 64 : 32, Sub = 32;  // Sub keys at a time
+    // Sub keys at a time
+    static constexpr int Br = kWarps * kM<HS> * 16, Bc = HS == 64 ? 64 : 32, Sub = 32;
     // 80 KB: K and V as pairs (at first Q's hi part lies there), K and V as floats, Q's lo part
     static constexpr int QLo = 16 * Bc * HS, Smem = QLo + 2 * Br * HS;
 };
@@ -70,7 +75,8 @@ struct ForwardTiles {
 template <int HS>
 struct DqTiles {
     static constexpr int Br = kWarps * kM<HS> * 16, Bc = HS == 64 ? 32 : 16;
-    static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;  // 96 KB: Q and dO, then K and V as pairs and as floats
+    // 96 KB: Q and dO, then K and V as pairs and as floats
+    static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;
 };
 
 template <int HS>
@@ -87,11 +93,11 @@ constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P 
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 constexpr float kLog2eRest = static_cast<float>(M_LOG2E - kLog2e);
 
-// s (16·M × 8·N) += Q Kᵀ, with Q's hi part in registers. The large terms go in two chains as in product_abt, so that
-// backward's S has the same bits.
+// s (16·M × 8·N) += Q Kᵀ, with Q's hi part in registers. The large terms go in two chains as in
+// product_abt, so that backward's S has the same bits.
 template <int HS, int Lo, int M, int N>
-__device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_hi)[HS / 16][M][4], uint32_t q_lo_tile,
-                                       PairTile<Lo> k_tile) {
+__device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_hi)[HS / 16][M][4],
+                                       uint32_t q_lo_tile, PairTile<Lo> k_tile) {
     uint32_t k_hi[HS / 16][N / 2][4];
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int kk = 0; kk < HS / 16; kk++) {
@@ -107,10 +113,12 @@ __device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_h
         }
     }
     for (int kk = 0; kk < HS / 32; kk++)
-        for (int n = 0; n < N; n += 2) mma(s, n, q_hi[kk], k_hi[kk][n / 2]);
+        for (int n = 0; n < N; n += 2)
+            mma(s, n, q_hi[kk], k_hi[kk][n / 2]);
     for (int n = 0; n < N; n += 2) {
         float chain[M][2][4] = {};
-        for (int kk = HS / 32; kk < HS / 16; kk++) mma(chain, 0, q_hi[kk], k_hi[kk][n / 2]);
+        for (int kk = HS / 32; kk < HS / 16; kk++)
+            mma(chain, 0, q_hi[kk], k_hi[kk][n / 2]);
         add_columns(s, n, chain);
     }
 }
@@ -121,29 +129,34 @@ struct alignas(8 * M) Excess {
     float of[M][2];
 };
 
-// The online softmax of a warp's rows, of which this lane has lane/4 and lane/4 + 8 in each MMA tile.
+// The online softmax of a warp's rows, of which this lane has lane/4 and lane/4 + 8 in each MMA
+// tile.
 template <int HS>
 struct Softmax {
     static constexpr int M = kM<HS>;
     float l[M][2] = {}, m[M][2];  // l is of this lane's columns until finish
 
     __device__ __forceinline__ Softmax() {
-        for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+        for (int i = 0; i < M; i++)
+            m[i][0] = m[i][1] = -INFINITY;
     }
 
-    // Turns s into P. s · s_unit is S·log2(e). m only keeps the exponentials in range and need not be the maximum. O and
-    // l are rescaled when a row of the warp outgrew its m by more than a factor of 2, which is rare after a few tiles.
+    // Turns s into P. s · s_unit is S·log2(e). m only keeps the exponentials in range and need not
+    // be the maximum. O and l are rescaled when a row of the warp outgrew its m by more than a
+    // factor of 2, which is rare after a few tiles.
     template <int N>
-    __device__ __forceinline__ void weigh(float (&s)[M][N][4], float (&o)[M][HS / 8][4], float s_unit,
-                                          Excess<M>* l_excess) {
+    __device__ __forceinline__ void weigh(float (&s)[M][N][4], float (&o)[M][HS / 8][4],
+                                          float s_unit, Excess<M>* l_excess) {
         float m_new[M][2];
         bool outgrown = false;
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
                 float x = s[i][0][2 * r];
-                for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                for (int n = 0; n < N; n++)
+                    x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
                 m_new[i][r] = fmaxf(m[i][r], quad_max(x) * s_unit);
-                outgrown |= m_new[i][r] - m[i][r] > 1.f;  // −inf − −inf is NaN, which compares false
+                // −inf − −inf is NaN, which compares false
+                outgrown |= m_new[i][r] - m[i][r] > 1.f;
             }
         Excess<M> excess = l_excess[thread_again()];
         if (__any_sync(~0u, outgrown)) {
@@ -165,8 +178,9 @@ struct Softmax {
                         s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
                         sum += s[i][n][e];
                     }
-                // What an addition loses to rounding is kept for the next (Kahan), because all of a row's P, and D, have
-                // l's error. If one key has most of the weight, every other tile's sum is small beside l.
+                // What an addition loses to rounding is kept for the next (Kahan), because all of a
+                // row's P, and D, have l's error. If one key has most of the weight, every other
+                // tile's sum is small beside l.
                 const float addend = sum - excess.of[i][r], l_new = l[i][r] + addend;
                 excess.of[i][r] = (l_new - l[i][r]) - addend;
                 l[i][r] = l_new;
@@ -191,7 +205,8 @@ struct Softmax {
 };
 
 template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<float, float> args) {
+__global__ __launch_bounds__(kThreads, 2) void forward_kernel(
+    const __grid_constant__ ForwardArgs<float, float> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = kM<HS>;
@@ -201,14 +216,16 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     const KV kv{smem};
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of(p, true);
+    if (threadIdx.x == 0)
+        w = work_of(p, true);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     auto first_q = [&] { return w.tile * Br + warp_row; };  // the warp's
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto copy_kv = [&](int j) {
-        if (j < 0) return;
+        if (j < 0)
+            return;
         kv.copy(p.k, p.v, w, j * Bc, p.Tk);
         cp_async_commit();
     };
@@ -219,10 +236,11 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     __shared__ float q_unit[kWarps];  // the loop leaves no register for it
     {
         unsigned char* rows = smem + warp_row * HS * 2;
-        q_unit[threadIdx.x / 32] =
-            keep_rows<HS, 16 * M, Tiles::QLo>(rows, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
+        q_unit[threadIdx.x / 32] = keep_rows<HS, 16 * M, Tiles::QLo>(rows, head_of(p.q, w, HS),
+                                                                     p.q.token, first_q(), p.Tq);
         __syncwarp();
-        for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
+        for (int kk = 0; kk < HS / 16; kk++)
+            load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
     }
     const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
     float o[M][HS / 8][4] = {};
@@ -236,13 +254,16 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
         const int k_exponent = exponent_for(largest.x), v_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
         // Not 0, whatever underflows, because the mask's −∞ times it must stay −∞.
-        const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit[thread_again() / 32] * power_of_two(-k_exponent));
+        const float s_unit =
+            fmaxf(FLT_MIN, p.scale_log2 * q_unit[thread_again() / 32] * power_of_two(-k_exponent));
         const float o_unit = power_of_two(-v_exponent - 14);
-#pragma unroll 1  // without it the compiler keeps the loop too, but orders the instructions otherwise
+// without it the compiler keeps the loop too, but orders the instructions otherwise
+#pragma unroll 1
         for (int sub = Bc - Sub; sub >= 0; sub -= Sub) {
             const int k0 = j * Bc + sub;
             const int ahead = k0 - p.shift - first_q();
-            if (k0 >= p.Tk || ahead > 16 * M - 1) continue;
+            if (k0 >= p.Tk || ahead > 16 * M - 1)
+                continue;
             const auto k_tile = kv.x_tile().at(sub * HS * 2), v_tile = kv.y_tile().at(sub * HS * 2);
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
@@ -254,7 +275,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
                             const int row = 16 * i + e / 2 * 8 + lane / 4;
                             const int visible = min(p.Tk - k0, row + 1 - ahead) - lane % 4 * 2;
                             for (int n = 0; n < Sub / 8; n++)
-                                if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
+                                if (8 * n + e % 2 >= visible)
+                                    s[i][n][e] = -INFINITY;
                         }
                 }
                 softmax.weigh(s, o, s_unit, l_excess);
@@ -275,11 +297,14 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const int t = first_row + 16 * i + 8 * r;
-            if (lane % 4 > 0 || t >= p.Tq) continue;
+            if (lane % 4 > 0 || t >= p.Tq)
+                continue;
             args.lse.ptr[w.bh * args.lse.head + t] = lse[i][r];
-            if (args.lse_rest.ptr) args.lse_rest.ptr[w.bh * args.lse_rest.head + t] = softmax.rest(i, r, lse[i][r]);
+            if (args.lse_rest.ptr)
+                args.lse_rest.ptr[w.bh * args.lse_rest.head + t] = softmax.rest(i, r, lse[i][r]);
         }
-    store_rows<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
+    store_rows<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token,
+                   p.Tq - q0);
 #endif
 }
 
@@ -291,7 +316,8 @@ struct BackwardArgs {
     Heads<const float> dout, out;
     Stats<const float> lse, lse_rest;  // lse_rest is null in a call with all of its rows' keys
     LseD* lse_D;                       // (B, NH, Tq), of which D has been multiplied by factor
-    float* factors;                    // (B, NH, Tq) P's factor, for what log2(e)·lse has no bits for
+    // (B, NH, Tq) P's factor, for what log2(e)·lse has no bits for
+    float* factors;
     Heads<float> dq, dk, dv;
 };
 
@@ -301,12 +327,13 @@ __device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
     float m = 0.f;
     for (int i = 0; i < M; i++)
         for (int n = 0; n < N; n++)
-            for (int e = 0; e < 4; e++) m = max_nan(m, fabsf(c[i][n][e]));
+            for (int e = 0; e < 4; e++)
+                m = max_nan(m, fabsf(c[i][n][e]));
     return warp_largest(m);
 }
 
-// What a row's dS and P add up to beyond 0 and 1. P's excess is a relative error, so log2(e)·lse is off by log2(e)
-// times as much.
+// What a row's dS and P add up to beyond 0 and 1. P's excess is a relative error, so log2(e)·lse is
+// off by log2(e) times as much.
 struct RowError {
     float dS, P;
 };
@@ -320,24 +347,28 @@ __device__ __forceinline__ RowError error_of_row(float dS, uint32_t P) {
     return {.dS = dS, .P = static_cast<float>(excess) * 0x1p-30f};
 }
 
-// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. O lies where Q will
-// lie.
+// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. O
+// lies where Q will lie.
 template <int HS, int M, class FirstRow>
-__device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2], float (&D)[M][2],
-                                          unsigned char* q_rows, const BackwardArgs& args, const Work& w,
+__device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2],
+                                          float (&D)[M][2], unsigned char* q_rows,
+                                          const BackwardArgs& args, const Work& w,
                                           FirstRow first_q) {
     constexpr int Rows = 16 * M, QLo = DqTiles<HS>::Br * HS * 2;
     const Problem<float>& p = args.p;
     const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.at(2 * QLo);
     const int lane = threadIdx.x % 32;
-    const int src_lane = lane / 4 * 4 + lane / 8;  // has, in its columns, the diagonal of row lane/4
-    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS), args.dout.token, first_q(), p.Tq);
+    // has, in its columns, the diagonal of row lane/4
+    const int src_lane = lane / 4 * 4 + lane / 8;
+    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS), args.dout.token,
+                                       first_q(), p.Tq);
     float d[M][2 * M][4] = {};
-    const float d_unit =
-        do_unit * keep_rows<HS, Rows, QLo>(q_rows, head_of(args.out, w, HS), args.out.token, first_q(), p.Tq);
+    const float d_unit = do_unit * keep_rows<HS, Rows, QLo>(q_rows, head_of(args.out, w, HS),
+                                                            args.out.token, first_q(), p.Tq);
     __syncwarp();
     // Always so. The branch keeps 8 bytes from spilling.
-    if (args.out.ptr) product_abt<HS, 1>(d, do_tile, q_tile);
+    if (args.out.ptr)
+        product_abt<HS, 1>(d, do_tile, q_tile);
     __syncwarp();  // Q takes O's place
     q_unit = keep_rows<HS, Rows, QLo>(q_rows, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
     __syncwarp();
@@ -345,15 +376,16 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
         for (int r = 0; r < 2; r++) {
             const int t = first_q() + 16 * i + 8 * r + lane / 4;
             const float* diagonal = d[i][2 * i + r] + 2 * r;
-            // An infinite lse makes P 0 in a row past Tq. There S is 0, so with a finite lse P = e^−lse could be
-            // infinite and spoil the scale that the warp's rows share.
+            // An infinite lse makes P 0 in a row past Tq. There S is 0, so with a finite lse P =
+            // e^−lse could be infinite and spoil the scale that the warp's rows share.
             lse_log2[i][r] = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head + t] * kLog2e : INFINITY;
             D[i][r] = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
         }
 }
 
 template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ __launch_bounds__(kThreads,
+                             2) void dq_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = kM<HS>, Rows = 16 * M;
@@ -364,10 +396,12 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     const KV kv{smem + 4 * QLo};
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of(p, true);
+    if (threadIdx.x == 0)
+        w = work_of(p, true);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
-    auto first_q = [&] { return w.tile * Br + static_cast<int>(thread_again() / 32 * Rows); };  // the warp's
+    // the warp's
+    auto first_q = [&] { return w.tile * Br + static_cast<int>(thread_again() / 32 * Rows); };
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto copy_kv = [&](int j) {
@@ -380,8 +414,9 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.at(2 * QLo);
     float q_unit, do_unit, lse_log2[M][2], D[M][2];
     load_rows<HS>(q_unit, do_unit, lse_log2, D, q_rows, args, w, first_q);
-    float dS_sum[M][2] = {};    // over this lane's columns
-    uint32_t P_sum[M][2] = {};  // likewise, in units of 2^-30, because floats would lose what is small beside 1
+    float dS_sum[M][2] = {};  // over this lane's columns
+    // likewise, in units of 2^-30, because floats would lose what is small beside 1
+    uint32_t P_sum[M][2] = {};
     // Each thread's part of the sum of all keys. The loop leaves no registers for it.
     __shared__ float4 k_sums[kThreads];
     k_sums[threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
@@ -391,19 +426,23 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
         const auto largest = kv.split_tiles(
             [&](const auto& k) {
                 float4 sum = k_sums[thread_again()];
-                for (const float4& x : k) sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+                for (const float4& x : k)
+                    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
                 k_sums[thread_again()] = sum;
             },
             [](int) { return 1.f; });
-        if (j + 1 < k_tiles) copy_kv(j + 1);
+        if (j + 1 < k_tiles)
+            copy_kv(j + 1);
         __syncthreads();  // tile j is there for all
         const int k0 = j * Bc;
-        if (k0 > first_q() + Rows - 1 + p.shift) continue;
+        if (k0 > first_q() + Rows - 1 + p.shift)
+            continue;
         const float k_unit = unit_for(largest.x), s_unit = p.scale_log2 * q_unit * k_unit;
         const float dp_unit = do_unit * unit_for(largest.y);
         auto step = [&](auto masked) {
             constexpr bool Masked = decltype(masked)::value;
-            float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {}, P_tile[M][2] = {}, dS_tile[M][2] = {};
+            float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {}, P_tile[M][2] = {},
+                            dS_tile[M][2] = {};
             product_abt<HS, 2>(s, q_tile, kv.x_tile());
             product_abt<HS, 1>(dp, do_tile, kv.y_tile());
             const int first_row = first_q();
@@ -413,7 +452,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                     const int visible = min(p.Tk, row + p.shift + 1) - k0 - lane % 4 * 2;
                     for (int n = 0; n < Bc / 8; n++) {
                         float P = exp2_approx(fmaf(s[i][n][e], s_unit, -lse_log2[i][e / 2]));
-                        if (Masked && 8 * n + e % 2 >= visible) P = 0.f;
+                        if (Masked && 8 * n + e % 2 >= visible)
+                            P = 0.f;
                         s[i][n][e] = P * fmaf(dp[i][n][e], dp_unit, -D[i][e / 2]);
                         P_tile[i][e / 2] += P, dS_tile[i][e / 2] += s[i][n][e];
                     }
@@ -434,14 +474,16 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
             step(std::false_type{});
     }
 
-    // dq has D's error times the weighted mean key Σ P K. The plain mean stands in for it, to save a product.
+    // dq has D's error times the weighted mean key Σ P K. The plain mean stands in for it, to save
+    // a product.
     float2 k_mean[HS / 8];
     const bool whole_row = !args.lse_rest.ptr;
     if (whole_row) {
         // Counted again, because k_tiles would take a register from the loop.
         const int keys = min(visible_tiles<Br, Bc>(p, w.tile) * Bc, p.Tk);
         for (int n = 0; n < HS / 8; n++) {
-            const float2* column = reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
+            const float2* column =
+                reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
             k_mean[n] = {0.f, 0.f};
             for (int i = 0; i < kThreads / (HS / 4); i++)  // the threads have summed in parts
                 k_mean[n].x += column[i * HS / 2].x, k_mean[n].y += column[i * HS / 2].y;
@@ -460,7 +502,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                 D[i][r] += error.dS;
                 change = error.P * kLog2e;
                 for (int n = 0; n < HS / 8; n++)
-                    dq[i][n][2 * r] -= error.dS * k_mean[n].x, dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
+                    dq[i][n][2 * r] -= error.dS * k_mean[n].x,
+                        dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
             } else {
                 // What rounding took from lse_log2, from log2(e) and from lse.
                 const float lse = args.lse.ptr[w.bh * args.lse.head + row],
@@ -476,8 +519,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                 args.factors[at] = f;
             }
         }
-    store_rows<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token,
-                   p.Tq - w.tile * Br);
+    store_rows<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token,
+                   args.dq.token, p.Tq - w.tile * Br);
 #endif
 }
 
@@ -488,7 +531,8 @@ struct alignas(8) Units {
 };
 
 template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ __launch_bounds__(kThreads,
+                             2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = kM<HS>, Rows = 16 * M;
@@ -497,18 +541,21 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const QdO q_do{smem + 4 * KLo};
-    unsigned char* lse_D_smem = smem + 4 * KLo + 4 * QdO::Pair;  // two stages of lse_D, then of factors
+    // two stages of lse_D, then of factors
+    unsigned char* lse_D_smem = smem + 4 * KLo + 4 * QdO::Pair;
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of(p, false);
+    if (threadIdx.x == 0)
+        w = work_of(p, false);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
-    auto first_k = [&] { return w.tile * Bc + warp_row; };      // the warp's
-    const int first_tile = max(0, w.tile * Bc - p.shift) / Br;  // the first query that sees key k0 is k0 − shift
+    auto first_k = [&] { return w.tile * Bc + warp_row; };  // the warp's
+    // the first query that sees key k0 is k0 − shift
+    const int first_tile = max(0, w.tile * Bc - p.shift) / Br;
     const int q_tiles = (p.Tq + Br - 1) / Br;
 
-    // Queries past Tq add nothing, because their Q, dO and D arrive as zeros. Keys past Tk are masked, because their dS
-    // could spoil the scale that the warp's keys share.
+    // Queries past Tq add nothing, because their Q, dO and D arrive as zeros. Keys past Tk are
+    // masked, because their dS could spoil the scale that the warp's keys share.
     auto copy_q = [&](int j) {
         const int row = j * Br + threadIdx.x;
         q_do.copy(p.q, args.dout, w, j * Br, p.Tq);
@@ -525,9 +572,10 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     unsigned char* k_rows = smem + warp_row * HS * 2;
     __shared__ Units units[kWarps];  // the loop leaves no register for them
     {
-        const float k_unit = keep_rows<HS, Rows, KLo>(k_rows, head_of(p.k, w, HS), p.k.token, first_k(), p.Tk);
-        const float v_unit =
-            keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, head_of(p.v, w, HS), p.v.token, first_k(), p.Tk);
+        const float k_unit =
+            keep_rows<HS, Rows, KLo>(k_rows, head_of(p.k, w, HS), p.k.token, first_k(), p.Tk);
+        const float v_unit = keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, head_of(p.v, w, HS),
+                                                      p.v.token, first_k(), p.Tk);
         units[threadIdx.x / 32] = {.k = k_unit, .v = v_unit};
         __syncwarp();
     }
@@ -537,12 +585,16 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     for (int j = first_tile; j < q_tiles; j++) {
         const auto largest = q_do.split_tiles(
             [](const auto&) {},
-            [&](int row) { return reinterpret_cast<const float*>(lse_D_smem + 16 * Br)[(j & 1) * Br + row]; });
-        if (j + 1 < q_tiles) copy_q(j + 1);
+            [&](int row) {
+                return reinterpret_cast<const float*>(lse_D_smem + 16 * Br)[(j & 1) * Br + row];
+            });
+        if (j + 1 < q_tiles)
+            copy_q(j + 1);
         const int q_exponent = exponent_for(largest.x), do_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
         const int keys = p.Tk - first_k(), ahead = first_k() - p.shift - j * Br;
-        if (ahead > Br - 1) continue;
+        if (ahead > Br - 1)
+            continue;
         auto step = [&](auto masked) {
             const float q_unit = power_of_two(-q_exponent);
             const LseDPair* lse_D =
@@ -558,7 +610,8 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
                         const int key = 16 * i + e / 2 * 8 + lane / 4;
                         const int unseen = key < keys ? ahead + key - lane % 4 * 2 : Br;  // queries
                         for (int n = 0; n < Br / 8; n++)
-                            if (8 * n + e % 2 < unseen) s[i][n][e] = -INFINITY;
+                            if (8 * n + e % 2 < unseen)
+                                s[i][n][e] = -INFINITY;
                     }
             }
             for (int n = 0; n < Br / 8; n++) {
@@ -574,15 +627,18 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
             for (int n = 0; n < Br / 8; n++) {
                 const LseDPair c = lse_D[4 * n + lane % 4];
                 for (int i = 0; i < M; i++)
-                    for (int r = 0; r < 2; r++) {  // P is joined from its halves, because its registers were needed
-                        const float2 P = join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
+                    // P is joined from its halves, because its registers were needed
+                    for (int r = 0; r < 2; r++) {
+                        const float2 P =
+                            join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
                         dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.of[0].D);
                         dp[i][n][2 * r + 1] = P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.of[1].D);
                     }
             }
             const uint32_t dS_largest = largest_of(dp);
             to_a(hi, lo, dp, factor_for(dS_largest));
-            add_product_ab<HS, Br>(dk, hi, lo, q_do.x_tile(), power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
+            add_product_ab<HS, Br>(dk, hi, lo, q_do.x_tile(),
+                                   power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
         };
         if (keys < Rows || ahead > 1 - Rows)
             step(std::true_type{});
@@ -592,8 +648,10 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
 
     scale(dk, p.scale);
     const int k0 = w.tile * Bc;
-    store_rows<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
-    store_rows<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0);
+    store_rows<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token,
+                   p.Tk - k0);
+    store_rows<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
+                   p.Tk - k0);
 #endif
 }
 
@@ -605,7 +663,8 @@ constexpr char kName[] = "flash_fp16x3";
 template <class Call>
 void check_size(const Call& c) {
     if (std::max(c.s.Tq, c.s.Tk) > INT_MAX / 4)
-        throw Error(format("%s: Tq %d, Tk %d: at most %d fit a launch", kName, c.s.Tq, c.s.Tk, INT_MAX / 4));
+        throw Error(format("%s: Tq %d, Tk %d: at most %d fit a launch", kName, c.s.Tq, c.s.Tk,
+                           INT_MAX / 4));
 }
 void forward(const Cuda& dev, const AttentionForward<float>& c) {
     check_size(c);

@@ -5,14 +5,15 @@
 //   lo = fp16(x · 2^e − hi)
 //   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi      a product: three MMAs, small terms first
 //
-// Why fp16? It has as many significand bits as TF32, 11, and its MMAs run at twice the rate. A pair takes 4 bytes, not
-// 8, and ldmatrix transposes it. Three parts and six products is what bf16 would take. The weakness of fp16 is range. An
-// exact power of two cures it, the 2^e that brings a tile's largest magnitude to [2^14, 2^15). Elements down to 2^-17 of
-// the largest keep all 22 bits, and none is off by more than 2^-39 of it.
+// Why fp16? It has as many significand bits as TF32, 11, and its MMAs run at twice the rate. A pair
+// takes 4 bytes, not 8, and ldmatrix transposes it. Three parts and six products is what bf16 would
+// take. The weakness of fp16 is range. An exact power of two cures it, the 2^e that brings a tile's
+// largest magnitude to [2^14, 2^15). Elements down to 2^-17 of the largest keep all 22 bits, and
+// none is off by more than 2^-39 of it.
 //
-// Tensor cores truncate when they add. A sum of one sign loses up to a unit for each step, so over all keys it would
-// drift with T. So each tile's product starts at 0 and takes its small terms first. An ordinary FMA then adds it to O,
-// dQ, dK or dV.
+// Tensor cores truncate when they add. A sum of one sign loses up to a unit for each step, so over
+// all keys it would drift with T. So each tile's product starts at 0 and takes its small terms
+// first. An ordinary FMA then adds it to O, dQ, dK or dV.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -22,8 +23,8 @@
 // -------------------------------------------------------------------------------------------------
 // Splitting
 
-// The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). It is clamped so that 2^e, 2^−e
-// and 2^(−e−14) are normal numbers.
+// The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). It is clamped
+// so that 2^e, 2^−e and 2^(−e−14) are normal numbers.
 __device__ __forceinline__ int exponent_for(uint32_t largest) {
     return max(-113, min(112, 141 - static_cast<int>(largest >> 23)));
 }
@@ -56,8 +57,8 @@ __device__ __forceinline__ uint32_t warp_largest(float x) {
 #endif
 }
 
-// Reads threadIdx.x again, so that the compiler computes what follows from it anew for each tile. The products need the
-// registers in which it would keep that.
+// Reads threadIdx.x again, so that the compiler computes what follows from it anew for each tile.
+// The products need the registers in which it would keep that.
 __device__ __forceinline__ unsigned thread_again() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
@@ -78,9 +79,10 @@ struct PairTile {
     __device__ __forceinline__ PairTile at(int bytes) const { return {hi + bytes}; }
 };
 
-// A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads, …
+// A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads,
+// …
 template <int HS, int Rows, int Threads>
-constexpr int kPieces = Rows* HS / 4 / Threads;
+constexpr int kPieces = Rows * HS / 4 / Threads;
 
 template <int N>
 __device__ __forceinline__ float largest(const float4 (&x)[N]) {
@@ -94,30 +96,35 @@ __device__ __forceinline__ float largest(const float4 (&x)[N]) {
 
 // Writes a thread's pieces of a tile, times factor, as pairs of halves.
 template <int HS, int Threads, int Lo, int N>
-__device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&x)[N], float factor, unsigned thread) {
+__device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&x)[N], float factor,
+                                            unsigned thread) {
     const unsigned row = thread / (HS / 4), col = thread % (HS / 4);
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int i = 0; i < N; i++) {
         uint2 h, l;
         split(h.x, l.x, x[i].x * factor, x[i].y * factor);
         split(h.y, l.y, x[i].z * factor, x[i].w * factor);
-        unsigned char* at = tile + swizzled<HS>(row + i * (Threads / (HS / 4)), col / 2) + col % 2 * 8;
+        unsigned char* at =
+            tile + swizzled<HS>(row + i * (Threads / (HS / 4)), col / 2) + col % 2 * 8;
         *reinterpret_cast<uint2*>(at) = h;
         *reinterpret_cast<uint2*>(at + Lo) = l;
     }
 }
 
-// Each warp splits its own rows of an operand that the block keeps, rows [row0, row0 + Rows) of one head, and writes
-// them to `tile` as pairs. Rows at or past `end` become zeros. Returns the unit that undoes their scale.
+// Each warp splits its own rows of an operand that the block keeps, rows [row0, row0 + Rows) of one
+// head, and writes them to `tile` as pairs. Rows at or past `end` become zeros. Returns the unit
+// that undoes their scale.
 template <int HS, int Rows, int Lo>
-__device__ __forceinline__ float keep_rows(unsigned char* tile, const float* head, size_t token, int row0, int end) {
+__device__ __forceinline__ float keep_rows(unsigned char* tile, const float* head, size_t token,
+                                           int row0, int end) {
     constexpr int RowsAtOnce = 32 / (HS / 4);
     const unsigned lane = threadIdx.x % 32;
     const int row = row0 + static_cast<int>(lane / (HS / 4));
     const float* src = head + row * token + lane % (HS / 4) * 4;
     float4 rows[kPieces<HS, Rows, 32>];
     for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += RowsAtOnce * token)
-        rows[i] = row + i * RowsAtOnce < end ? *reinterpret_cast<const float4*>(src) : float4{0.f, 0.f, 0.f, 0.f};
+        rows[i] = row + i * RowsAtOnce < end ? *reinterpret_cast<const float4*>(src)
+                                             : float4{0.f, 0.f, 0.f, 0.f};
     const uint32_t m = warp_largest(largest(rows));
     store_split<HS, 32, Lo>(tile, rows, factor_for(m), lane);
     return unit_for(m);
@@ -128,7 +135,8 @@ __device__ __forceinline__ float keep_rows(unsigned char* tile, const float* hea
 
 // c (16·M × 16, columns 8·n … of an accumulator) += a · b.
 template <int M, int N>
-__device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (&a)[M][4], const uint32_t (&b)[4]) {
+__device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (&a)[M][4],
+                                    const uint32_t (&b)[4]) {
     for (int m = 0; m < M; m++) {
         mma_m16n8k16_f16(c[m][n], a[m], b[0], b[1]);
         mma_m16n8k16_f16(c[m][n + 1], a[m], b[2], b[3]);
@@ -140,13 +148,16 @@ template <int M, int N>
 __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const float (&x)[M][2][4]) {
     for (int m = 0; m < M; m++)
         for (int i = 0; i < 2; i++)
-            for (int e = 0; e < 4; e++) c[m][n + i][e] += x[m][i][e];
+            for (int e = 0; e < 4; e++)
+                c[m][n + i][e] += x[m][i][e];
 }
 
-// c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first rows of tile b. S
-// adds its large terms in two chains, because a long chain drifts and S's absolute error is P's relative error.
+// c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first
+// rows of tile b. S adds its large terms in two chains, because a long chain drifts and S's
+// absolute error is P's relative error.
 template <int HS, int Chains, int M, int N, int ALo, int BLo>
-__device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a_tile, PairTile<BLo> b_tile) {
+__device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a_tile,
+                                            PairTile<BLo> b_tile) {
     uint32_t hi[M][4], lo[M][4], b[4];
     a_tile.hi = again(a_tile.hi), b_tile.hi = again(b_tile.hi);
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
@@ -182,8 +193,10 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a
 
 // sum (16·M × HS) += unit · A · B over K, a slice of columns at a time. B is K rows of `tile`.
 template <int HS, int K, int M, int Lo>
-__device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const uint32_t (&hi)[K / 16][M][4],
-                                               const uint32_t (&lo)[K / 16][M][4], PairTile<Lo> tile, float unit) {
+__device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4],
+                                               const uint32_t (&hi)[K / 16][M][4],
+                                               const uint32_t (&lo)[K / 16][M][4],
+                                               PairTile<Lo> tile, float unit) {
     constexpr int Slice = 4 / M;  // 4 independent accumulators
     tile.hi = again(tile.hi);
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
@@ -198,11 +211,13 @@ __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const
                 mma(c, n, hi[kk], b);
             }
         for (int kk = 0; kk < K / 16; kk++)
-            for (int n = 0; n < Slice; n += 2) mma(c, n, hi[kk], b_hi[kk][n / 2]);
+            for (int n = 0; n < Slice; n += 2)
+                mma(c, n, hi[kk], b_hi[kk][n / 2]);
         // [end]
         for (int m = 0; m < M; m++)
             for (int n = 0; n < Slice; n++)
-                for (int e = 0; e < 4; e++) sum[m][n0 + n][e] = fmaf(c[m][n][e], unit, sum[m][n0 + n][e]);
+                for (int e = 0; e < 4; e++)
+                    sum[m][n0 + n][e] = fmaf(c[m][n][e], unit, sum[m][n0 + n][e]);
     }
 }
 
@@ -228,8 +243,8 @@ __device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)
 // -------------------------------------------------------------------------------------------------
 // Streamed tiles
 
-// The streamed tiles of two tensors x and y (K and V, or Q and dO). They are copied as floats while the block works on
-// those before them, then split.
+// The streamed tiles of two tensors x and y (K and V, or Q and dO). They are copied as floats while
+// the block works on those before them, then split.
 template <int HS, int Rows, int Threads>
 struct Stream {
     static constexpr int Lo = Rows * HS * 2, Pair = 2 * Lo, Pieces = kPieces<HS, Rows, Threads>;
@@ -240,16 +255,16 @@ struct Stream {
 
     __device__ __forceinline__ PairTile<Lo> x_tile() const { return {smem_address(smem)}; }
     __device__ __forceinline__ PairTile<Lo> y_tile() const { return {smem_address(smem) + Pair}; }
-    // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros. This needs no barrier,
-    // because each thread will read only what it copied itself.
-    __device__ __forceinline__ void copy(const Heads<const float>& x, const Heads<const float>& y, const Work& w,
-                                         int row0, int end) const {
+    // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros. This
+    // needs no barrier, because each thread will read only what it copied itself.
+    __device__ __forceinline__ void copy(const Heads<const float>& x, const Heads<const float>& y,
+                                         const Work& w, int row0, int end) const {
         const float *x_head = head_of(x, w, HS), *y_head = head_of(y, w, HS);
         copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token, row0, end);
         copy_tile(smem_address(smem) + 3 * Pair, y_head, y.token, row0, end);
     }
-    static __device__ __forceinline__ void copy_tile(uint32_t floats, const float* head, size_t token, int row0,
-                                                     int end) {
+    static __device__ __forceinline__ void copy_tile(uint32_t floats, const float* head,
+                                                     size_t token, int row0, int end) {
         constexpr int RowsAtOnce = Threads / (HS / 4);
         const unsigned thread = thread_again();
         const int row = row0 + static_cast<int>(thread / (HS / 4));
@@ -257,9 +272,9 @@ struct Stream {
         for (int i = 0; i < Pieces; i++, src += RowsAtOnce * token)
             cp_async_16(floats + (thread + i * Threads) * 16, src, row + i * RowsAtOnce < end);
     }
-    // Splits what has arrived, once all warps have left the last tile. When it returns, the next floats may be copied,
-    // and after a barrier all warps find this tile. seen() gets this thread's part of x. Rows of y are multiplied by
-    // factor(row), which is close to 1.
+    // Splits what has arrived, once all warps have left the last tile. When it returns, the next
+    // floats may be copied, and after a barrier all warps find this tile. seen() gets this thread's
+    // part of x. Rows of y are multiplied by factor(row), which is close to 1.
     template <class Seen, class Factor>
     __device__ __forceinline__ Largest split_tiles(Seen seen, Factor factor) const {
         constexpr int Warps = Threads / 32;
@@ -273,7 +288,8 @@ struct Stream {
         const float4 *x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread,
                      *y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
         float4 x[Pieces], y[Pieces];
-        for (int i = 0; i < Pieces; i++) x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
+        for (int i = 0; i < Pieces; i++)
+            x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
         seen(x);
         const uint32_t x_max = warp_largest(largest(x)), y_max = warp_largest(largest(y));
         if (thread % 32 == 0) {
@@ -283,7 +299,8 @@ struct Stream {
         __syncthreads();  // the maxima are there, and all have left the last tile
         const uint4 a = *reinterpret_cast<const uint4*>(maxima.x);
         const uint4 b = *reinterpret_cast<const uint4*>(maxima.y);
-        const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
+        const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)),
+                       y_all = max(max(b.x, b.y), max(b.z, b.w));
         store_split<HS, Threads, Lo>(smem, x, factor_for(x_all), thread);
         for (int i = 0; i < Pieces; i++) {
             y[i] = y_floats[i * Threads];  // read again for lack of registers

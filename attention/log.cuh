@@ -1,4 +1,5 @@
-// The logarithm with which lse is more exact than fp32. What rounding lse to fp32 loses, an fp32 kernel keeps in lse_rest.
+// The logarithm with which lse is more exact than fp32. What rounding lse to fp32 loses, an fp32
+// kernel keeps in lse_rest.
 #pragma once
 #include <cmath>
 

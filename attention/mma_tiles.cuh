@@ -1,5 +1,5 @@
-// What flash_bf16, flash_fp16x3 and dev/study_accumulation share: tiles of 16-bit elements in shared memory, and
-// launches that cover each tile of each head.
+// What flash_bf16, flash_fp16x3 and dev/study_accumulation share: tiles of 16-bit elements in
+// shared memory, and launches that cover each tile of each head.
 #pragma once
 #include <algorithm>
 #include <climits>
@@ -8,35 +8,40 @@
 #include "attention/launch.h"
 #include "cuda/ptx_sm80.cuh"
 
-// Tiles in shared memory are rows of HS elements whose 16-byte pieces are permuted, with piece c of row r at c ^ (r %
-// 8). Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.
+// Tiles in shared memory are rows of HS elements whose 16-byte pieces are permuted, with piece c of
+// row r at c ^ (r % 8). Eight rows of one column then lie in eight different bank groups, so
+// ldmatrix reads them without conflict.
 
 template <int HS>
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
     return row * HS * 2 + ((piece ^ (row & 7)) << 4);
 }
 
-// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
-// Lanes 8i … 8i+7 name the rows of its quadrant i, in the order upper left, lower left, upper right, lower right. An A
-// operand wants this order, and so does a B operand that is loaded transposed. The swizzle makes col an xor. It may
-// follow the addition, as a tile starts at a multiple of its row, so one register serves all rows and columns.
+// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16
+// known to the compiler. Lanes 8i … 8i+7 name the rows of its quadrant i, in the order upper left,
+// lower left, upper right, lower right. An A operand wants this order, and so does a B operand that
+// is loaded transposed. The swizzle makes col an xor. It may follow the addition, as a tile starts
+// at a multiple of its row, so one register serves all rows and columns.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
     return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
 }
-// The same in the order upper left, upper right, lower left, lower right, for a B operand whose columns are the tile's
-// rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
+// The same in the order upper left, upper right, lower left, lower right, for a B operand whose
+// columns are the tile's rows. The two registers of a B operand must be neighbours, or the compiler
+// adds two moves to every MMA.
 template <int HS>
 __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
+    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) +
+           row * HS * 2;
 }
 
 // a = the A operand made of the tile's first 16·M rows and k-step [col, col + 16).
 template <int HS, int M>
 __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
-    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
+    for (int m = 0; m < M; m++)
+        ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
 }
 
 // An accumulator times factor, and rows [16·m + 8·r + lane/4] of it.
@@ -44,11 +49,13 @@ template <int M, int N>
 __device__ __forceinline__ void scale(float (&c)[M][N][4], float factor) {
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++)
-            for (int e = 0; e < 4; e++) c[m][n][e] *= factor;
+            for (int e = 0; e < 4; e++)
+                c[m][n][e] *= factor;
 }
 template <int M, int N>
 __device__ __forceinline__ void scale_row(float (&c)[M][N][4], int m, int r, float factor) {
-    for (int n = 0; n < N; n++) c[m][n][2 * r] *= factor, c[m][n][2 * r + 1] *= factor;
+    for (int n = 0; n < N; n++)
+        c[m][n][2 * r] *= factor, c[m][n][2 * r + 1] *= factor;
 }
 
 // Over the four lanes that share a row of an accumulator.
@@ -62,22 +69,26 @@ __device__ __forceinline__ X quad_sum(X x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Writes c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, but none at or past `end`.
+// Writes c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, but none at or past
+// `end`.
 template <int HS, int M>
-__device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end) {
+__device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int row, float* dst,
+                                           size_t token, int end) {
     const int lane = threadIdx.x % 32;
     for (int m = 0; m < M; m++)
         for (int r = 0; r < 2; r++) {
             const int t = row + 16 * m + 8 * r + lane / 4;
-            if (t >= end) continue;
+            if (t >= end)
+                continue;
             float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
-            for (int n = 0; n < HS / 8; n++) p[4 * n] = make_float2(c[m][n][2 * r], c[m][n][2 * r + 1]);
+            for (int n = 0; n < HS / 8; n++)
+                p[4 * n] = make_float2(c[m][n][2 * r], c[m][n][2 * r + 1]);
         }
 }
 
 // -------------------------------------------------------------------------------------------------
-// What a launch covers. Blocks are numbered in groups of heads, so that those running at once share keys in L2. The
-// longest of a group come first, so that the last to finish are short.
+// What a launch covers. Blocks are numbered in groups of heads, so that those running at once share
+// keys in L2. The longest of a group come first, so that the last to finish are short.
 
 template <class X>
 struct Problem {
@@ -85,7 +96,8 @@ struct Problem {
     int NH, Tq, Tk, heads;  // heads = B·NH
     int shift;              // query i sees keys j ≤ i + shift
     int tiles, group;
-    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
+    // scale_log2 = scale·log2(e), because the exponentials are powers of 2
+    float scale, scale_log2;
 };
 
 template <class X, class Y>
@@ -115,17 +127,17 @@ struct Work {
 // A block takes the tile of a head that has its own number.
 template <class X>
 __device__ __forceinline__ Work work_of(const Problem<X>& p, bool descending) {
-    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
+    const int first = blockIdx.x / (p.group * p.tiles) * p.group,
+              size = min(p.group, p.heads - first);
     const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
-    return {.tile = descending ? p.tiles - 1 - tile : tile,
-            .bh = bh,
-            .b = bh / p.NH,
-            .h = bh % p.NH};
+    return {
+        .tile = descending ? p.tiles - 1 - tile : tile, .bh = bh, .b = bh / p.NH, .h = bh % p.NH};
 }
 // How many tiles of Bc keys the tile'th Br queries see.
 template <int Br, int Bc, class X>
 __device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
-    const int k_end = min(p.Tk, min((tile + 1) * Br, p.Tq) + p.shift);  // the last query sees keys before this
+    // the last query sees keys before this
+    const int k_end = min(p.Tk, min((tile + 1) * Br, p.Tq) + p.shift);
     return (k_end + Bc - 1) / Bc;
 }
 template <class X>

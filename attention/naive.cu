@@ -1,5 +1,5 @@
-// Naive attention is the formula as it stands, three matrix products and a softmax. It is the baseline of every
-// benchmark.
+// Naive attention is the formula as it stands, three matrix products and a softmax. It is the
+// baseline of every benchmark.
 //
 // Forward:
 //   S   = scale·Q Kᵀ
@@ -15,17 +15,19 @@
 //   dK = scale·dSᵀ Q
 //   dV = Pᵀ dO
 //
-// cuBLAS does the products, on q, k and v where the QKV matmul left them. A head is a matrix with row stride 3C, so
-// nothing is permuted. The two softmax kernels in between are ours.
+// cuBLAS does the products, on q, k and v where the QKV matmul left them. A head is a matrix with
+// row stride 3C, so nothing is permuted. The two softmax kernels in between are ours.
 //
-// S, P, dP and dS are (B, NH, Tq, Tk), and they bound this kernel. At HS = 64 an element of S costs 256 FLOPs and
-// crosses the memory bus four times in forward. In backward it is 512 FLOPs and seven times. Flash attention's whole
-// idea is never to write them.
+// S, P, dP and dS are (B, NH, Tq, Tk), and they bound this kernel. At HS = 64 an element of S costs
+// 256 FLOPs and crosses the memory bus four times in forward. In backward it is 512 FLOPs and seven
+// times. Flash attention's whole idea is never to write them.
 //
-// P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch. Rows are padded to 16 bytes, so that any
-// Tk gets wide accesses. Products work on full squares. P and dS are zero where a causal mask hides the key.
+// P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch. Rows are padded
+// to 16 bytes, so that any Tk gets wide accesses. Products work on full squares. P and dS are zero
+// where a causal mask hides the key.
 //
-// Writes: forward out, lse and att, backward dq, dk and dv (every element).  Scratch: dP, and behind it the lists.
+// Writes: forward out, lse and att, backward dq, dk and dv (every element).  Scratch: dP, and
+// behind it the lists.
 // Limits: any Tq ≤ Tk, in backward Tq = Tk. A row of HS elements is a multiple of 16 bytes.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/launch.h"
@@ -34,8 +36,9 @@
 
 namespace {
 
-// A warp works on a short row of S, so that it needs no barrier, and a block on a long one. With a warp each, so many
-// long rows would be in flight that a row has left the cache when its second pass begins.
+// A warp works on a short row of S, so that it needs no barrier, and a block on a long one. With a
+// warp each, so many long rows would be in flight that a row has left the cache when its second
+// pass begins.
 constexpr int kBlock = 128;
 constexpr int kShortRowBytes = 2048;
 
@@ -44,13 +47,15 @@ __host__ __device__ constexpr int row_length(int Tk) {  // elements from one row
     return (Tk + kVec<X> - 1) / kVec<X> * kVec<X>;
 }
 
-// Overwrites S with P in att (rows, ld), with zeros behind the row's last key, and writes lse. A row is a query
-// (b, h, i).
+// Overwrites S with P in att (rows, ld), with zeros behind the row's last key, and writes lse. A
+// row is a query (b, h, i).
 template <class X, int Threads>
-__global__ void softmax_forward_kernel(X* att, Stats<float> lse, size_t rows, int Tq, int Tk, int shift) {
+__global__ void softmax_forward_kernel(X* att, Stats<float> lse, size_t rows, int Tq, int Tk,
+                                       int shift) {
     constexpr int V = kVec<X>;
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
-    if (row >= rows) return;  // all threads of a row, or none
+    if (row >= rows)
+        return;  // all threads of a row, or none
     const int lane = threadIdx.x % Threads, i = row % Tq;
     const int keys = min(Tk, i + shift + 1), ld = row_length<X>(Tk);
     X* s = att + row * ld;
@@ -61,23 +66,27 @@ __global__ void softmax_forward_kernel(X* att, Stats<float> lse, size_t rows, in
         const Vec<X, V> x = load<V>(s + j);
         float m_new = m, sum = 0.f;
         for (int e = 0; e < V; e++)
-            if (j + e < keys) m_new = fmaxf(m_new, x[e]);
+            if (j + e < keys)
+                m_new = fmaxf(m_new, x[e]);
         for (int e = 0; e < V; e++)
-            if (j + e < keys) sum += expf(x[e] - m_new);
+            if (j + e < keys)
+                sum += expf(x[e] - m_new);
         l = l * expf(m - m_new) + sum;
         m = m_new;
     }
     const float m_row = Threads == kWarp ? warp_max(m) : block_max(m);
     l *= expf(m - m_row);
     l = Threads == kWarp ? warp_sum(l) : block_sum(l);
-    if (lane == 0) lse.ptr[row / Tq * lse.head + i] = m_row + logf(l);
+    if (lane == 0)
+        lse.ptr[row / Tq * lse.head + i] = m_row + logf(l);
 
     const float inv_l = 1.f / l;
     for (int j = lane * V; j < ld; j += Threads * V) {
         Vec<float, V> p{};
         if (j < keys) {
             const Vec<X, V> x = load<V>(s + j);
-            for (int e = 0; e < V; e++) p.x[e] = j + e < keys ? expf(x[e] - m_row) * inv_l : 0.f;
+            for (int e = 0; e < V; e++)
+                p.x[e] = j + e < keys ? expf(x[e] - m_row) * inv_l : 0.f;
         }
         store(s + j, p);
     }
@@ -85,10 +94,12 @@ __global__ void softmax_forward_kernel(X* att, Stats<float> lse, size_t rows, in
 
 // Overwrites dP with dS in datt (rows, ld). The products that follow apply scale.
 template <class X, int Threads>
-__global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int Tq, int Tk, int shift) {
+__global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int Tq, int Tk,
+                                        int shift) {
     constexpr int V = kVec<X>;
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
-    if (row >= rows) return;
+    if (row >= rows)
+        return;
     const int lane = threadIdx.x % Threads, i = row % Tq;
     const int keys = min(Tk, i + shift + 1), ld = row_length<X>(Tk);
     const X* p_row = att + row * ld;
@@ -98,7 +109,8 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
     for (int j = lane * V; j < keys; j += Threads * V) {
         const Vec<X, V> p = load<V>(p_row + j), dp = load<V>(dp_row + j);
         for (int e = 0; e < V; e++)
-            if (j + e < keys) D += p[e] * dp[e];
+            if (j + e < keys)
+                D += p[e] * dp[e];
     }
     D = Threads == kWarp ? warp_sum(D) : block_sum(D);
 
@@ -106,7 +118,8 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
         Vec<float, V> ds{};
         if (j < keys) {
             const Vec<X, V> p = load<V>(p_row + j), dp = load<V>(dp_row + j);
-            for (int e = 0; e < V; e++) ds.x[e] = j + e < keys ? p[e] * (dp[e] - D) : 0.f;
+            for (int e = 0; e < V; e++)
+                ds.x[e] = j + e < keys ? p[e] * (dp[e] - D) : 0.f;
         }
         store(dp_row + j, ds);
     }
@@ -117,7 +130,8 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
 
 constexpr char kName[] = "naive";
 
-// One row-major matrix for each (b, h). It begins at ptr + b·batch + h·head, and its rows are `ld` elements apart.
+// One row-major matrix for each (b, h). It begins at ptr + b·batch + h·head, and its rows are `ld`
+// elements apart.
 template <class X>
 struct Matrices {
     const X* ptr;
@@ -144,15 +158,12 @@ auto tokens(const Heads<X>& x, const HeadsShape& s) {
                                             .cols = s.HS};
 }
 template <class X>
-Matrices<X> squares(const X* att, const AttentionShape& s) {  // (B, NH, Tq, Tk), rows padded to 16 bytes
+// (B, NH, Tq, Tk), rows padded to 16 bytes
+Matrices<X> squares(const X* att, const AttentionShape& s) {
     const int ld = row_length<X>(s.Tk);
     const size_t square = size_t(s.Tq) * ld;
-    return {.ptr = att,
-            .batch = s.NH * square,
-            .head = square,
-            .ld = ld,
-            .rows = s.Tq,
-            .cols = s.Tk};
+    return {
+        .ptr = att, .batch = s.NH * square, .head = square, .ld = ld, .rows = s.Tq, .cols = s.Tk};
 }
 
 // What att holds, and backward's scratch: squares, and behind them the lists of a pass.
@@ -166,7 +177,8 @@ size_t bytes(const AttentionShape& s) {
 template <class... M>
 __global__ void list_kernel(int heads, int NH, M... of) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < heads) ((of.list[i] = (void*)(of.ptr + i / NH * of.batch + i % NH * of.head)), ...);
+    if (i < heads)
+        ((of.list[i] = (void*)(of.ptr + i / NH * of.batch + i % NH * of.head)), ...);
 }
 // Makes the lists of a pass's matrices, all in one launch, behind the squares in att or scratch.
 template <class X, class... M>
@@ -179,24 +191,29 @@ void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& squ
     LAUNCH_CHECK("list_kernel");
 }
 
-// c = alpha · a b for each (b, h). cuBLAS is column-major, and a row-major matrix is its transpose already. So it is
-// asked for cᵀ = bᵀ aᵀ.
+// c = alpha · a b for each (b, h). cuBLAS is column-major, and a row-major matrix is its transpose
+// already. So it is asked for cᵀ = bᵀ aᵀ.
 template <class X>
-void multiply(const Cuda& dev, const AttentionShape& s, Matrices<X> c, float alpha, Matrices<X> a, Matrices<X> b) {
+void multiply(const Cuda& dev, const AttentionShape& s, Matrices<X> c, float alpha, Matrices<X> a,
+              Matrices<X> b) {
     constexpr cudaDataType type = std::is_same_v<X, bf16> ? CUDA_R_16BF : CUDA_R_32F;
-    const auto compute = std::is_same_v<X, float> && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    const auto compute =
+        std::is_same_v<X, float> && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     const float beta = 0.f;
     const int k = a.op == CUBLAS_OP_N ? a.cols : a.rows;
-    CUBLAS_CHECK(cublasGemmBatchedEx(dev.blas, b.op, a.op, c.cols, c.rows, k, &alpha, b.list, type, b.ld, a.list, type,
-                                     a.ld, &beta, c.list, type, c.ld, s.B * s.NH, compute, CUBLAS_GEMM_DEFAULT));
+    CUBLAS_CHECK(cublasGemmBatchedEx(dev.blas, b.op, a.op, c.cols, c.rows, k, &alpha, b.list, type,
+                                     b.ld, a.list, type, a.ld, &beta, c.list, type, c.ld,
+                                     s.B * s.NH, compute, CUBLAS_GEMM_DEFAULT));
 }
 
 // Launches the one of a softmax's two kernels that suits the rows' length.
 template <class X, class Kernel, class... Tensors>
-void launch(const Cuda& dev, const AttentionShape& s, Kernel* of_warps, Kernel* of_blocks, Tensors... tensors) {
+void launch(const Cuda& dev, const AttentionShape& s, Kernel* of_warps, Kernel* of_blocks,
+            Tensors... tensors) {
     const bool short_rows = s.Tk * sizeof(X) <= kShortRowBytes;
     const size_t rows = s.rows(), blocks = short_rows ? (rows - 1) / (kBlock / kWarp) + 1 : rows;
-    if (blocks > INT_MAX) throw Error(format("%s: %zu rows of attention are too many for a grid", kName, rows));
+    if (blocks > INT_MAX)
+        throw Error(format("%s: %zu rows of attention are too many for a grid", kName, rows));
     Kernel* kernel = short_rows ? of_warps : of_blocks;
     kernel<<<unsigned(blocks), kBlock, 0, dev.stream>>>(tensors..., rows, s.Tq, s.Tk, s.shift());
     LAUNCH_CHECK("softmax kernel");
@@ -213,7 +230,8 @@ void forward(const Cuda& dev, const AttentionForward<X>& c) {
     make_lists(dev, s, att, q, k, v, out, att);
     // [quote]
     multiply(dev, s, att, s.resolved_scale(), q, k.transposed());  // S, which becomes P
-    launch<X>(dev, s, softmax_forward_kernel<X, kWarp>, softmax_forward_kernel<X, kBlock>, c.att, c.lse);
+    launch<X>(dev, s, softmax_forward_kernel<X, kWarp>, softmax_forward_kernel<X, kBlock>, c.att,
+              c.lse);
     multiply(dev, s, out, 1.f, att, v);
     // [end]
 }
@@ -235,7 +253,8 @@ void backward(const Cuda& dev, const AttentionBackward<X>& c) {
 
     multiply(dev, s, dv, 1.f, att.transposed(), dout);
     multiply(dev, s, datt, 1.f, dout, v.transposed());
-    launch<X>(dev, s, softmax_backward_kernel<X, kWarp>, softmax_backward_kernel<X, kBlock>, dp, c.att);
+    launch<X>(dev, s, softmax_backward_kernel<X, kWarp>, softmax_backward_kernel<X, kBlock>, dp,
+              c.att);
     multiply(dev, s, dq, s.resolved_scale(), datt, k);
     multiply(dev, s, dk, s.resolved_scale(), datt.transposed(), q);
 }

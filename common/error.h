@@ -1,5 +1,5 @@
-// Errors are exceptions. main prints their one line on stderr and exits. A message says what, where (file, offset,
-// expected, found) and what to do about it.
+// Errors are exceptions. main prints their one line on stderr and exits. A message says what, where
+// (file, offset, expected, found) and what to do about it.
 #pragma once
 #include <chrono>
 #include <cstdarg>
@@ -17,12 +17,14 @@ inline int exit_code_of(const std::exception& e) {
     return dynamic_cast<const UsageError*>(&e) ? 2 : 1;
 }
 
-// A line on stderr in one piece. printf writes in several, between which lines of other ranks may come.
+// A line on stderr in one piece. printf writes in several, between which lines of other ranks may
+// come.
 inline void print_error(const std::string& line) {
     std::fputs((line + "\n").c_str(), stderr);
 }
 
-// Runs the body of a main and returns its exit code. It prints an error's one line to stderr behind the program's name.
+// Runs the body of a main and returns its exit code. It prints an error's one line to stderr behind
+// the program's name.
 template <class F>
 int run_program(const char* name, F body) {
     try {
@@ -34,7 +36,8 @@ int run_program(const char* name, F body) {
 }
 
 inline double now() {  // in seconds
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
 
 // printf into a std::string.

@@ -1,5 +1,5 @@
-// SplitMix64 (Steele, Lea & Flood 2014) turns a counter into random bits. It gives the same bits on the host, on the
-// device and on every machine.
+// SplitMix64 (Steele, Lea & Flood 2014) turns a counter into random bits. It gives the same bits on
+// the host, on the device and on every machine.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -10,7 +10,8 @@
 #define RANDOM_HD
 #endif
 
-constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;  // 2⁶⁴/φ: the step of a counter, so that many bits change each time
+// 2⁶⁴/φ: the step of a counter, so that many bits change each time
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
 
 // The finaliser: every bit of the input reaches every bit of the result.
 RANDOM_HD inline uint64_t mix64(uint64_t x) {

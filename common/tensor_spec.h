@@ -4,7 +4,8 @@
 
 #include "common/types.h"
 
-// What a parameter is to the optimizer. A table and a matrix decay, and a matrix is a matmul's weight.
+// What a parameter is to the optimizer. A table and a matrix decay, and a matrix is a matmul's
+// weight.
 enum Weight { kVector, kTable, kMatrix };
 
 // (rows, cols), or a vector of n elements.
@@ -18,9 +19,10 @@ struct Extent {
 struct TensorSpec {
     const char* name;
     DType dtype;
-    size_t rows;     // of one layer, if there are several
+    size_t rows;  // of one layer, if there are several
     size_t cols;
-    int layers = 0;  // 0 for a tensor that is not per layer, kShared if every layer overwrites the last one's
+    // 0 for a tensor that is not per layer, kShared if every layer overwrites the last one's
+    int layers = 0;
     static constexpr int kShared = -1;
     Weight weight = kVector;
     static constexpr size_t kNoPointer = ~size_t(0);

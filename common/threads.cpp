@@ -22,7 +22,8 @@ int cpu_quota(const std::string& groups, const std::string& own) {
     double cores = quota_of(groups);
     for (size_t slash = own.find('/', 1);; slash = own.find('/', slash + 1)) {
         cores = std::min(cores, quota_of(groups + own.substr(0, slash)));
-        if (slash == std::string::npos) break;
+        if (slash == std::string::npos)
+            break;
     }
     return std::isinf(cores) ? 0 : static_cast<int>(std::ceil(cores));
 }
@@ -31,7 +32,8 @@ int cpu_quota(const std::string& groups, const std::string& own) {
 static std::string own_group() {
     std::ifstream file("/proc/self/cgroup");
     for (std::string line; std::getline(file, line);) {
-        if (line.compare(0, 3, "0::") == 0) return line.substr(3);
+        if (line.compare(0, 3, "0::") == 0)
+            return line.substr(3);
     }
     return "/";
 }
@@ -44,7 +46,8 @@ static int startable_threads(int wanted) {
         const std::lock_guard<std::mutex> lock(all_have_started);
         try {
             while (static_cast<int>(others.size()) + 1 < wanted) {
-                others.emplace_back([&] { const std::lock_guard<std::mutex> wait(all_have_started); });
+                others.emplace_back(
+                    [&] { const std::lock_guard<std::mutex> wait(all_have_started); });
             }
         } catch (const std::system_error&) {
             // others.size() of them is what we get
@@ -62,7 +65,8 @@ static int possible_threads() {
 }
 
 int available_threads() {
-    const int threads = std::min({omp_get_max_threads(), omp_get_thread_limit(), possible_threads()});
+    const int threads =
+        std::min({omp_get_max_threads(), omp_get_thread_limit(), possible_threads()});
     const int quota = cpu_quota("/sys/fs/cgroup", own_group());
     return quota > 0 ? std::min(threads, quota) : threads;
 }

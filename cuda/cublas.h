@@ -1,4 +1,5 @@
-// cuBLAS and cuBLASLt with checked calls. They are apart from cuda.h, because only matmuls need their 8000 lines.
+// cuBLAS and cuBLASLt with checked calls. They are apart from cuda.h, because only matmuls need
+// their 8000 lines.
 #pragma once
 #include <cublasLt.h>
 #include <cublas_v2.h>

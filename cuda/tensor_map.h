@@ -1,21 +1,27 @@
-// A tensor map tells the TMA unit of sm_90 where the rows of a (B, T, NH, HS) tensor lie, whatever its strides.
+// A tensor map tells the TMA unit of sm_90 where the rows of a (B, T, NH, HS) tensor lie, whatever
+// its strides.
 #pragma once
 #include <cuda.h>
 
 #include "common/types.h"
 #include "cuda/cuda.h"
 
-// cuTensorMapEncodeTiled is a driver function. We ask the runtime for it, so that nothing links libcuda.
+// cuTensorMapEncodeTiled is a driver function. We ask the runtime for it, so that nothing links
+// libcuda.
 inline auto tensor_map_encoder() {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                cudaEnableDefault, &found));
 #else
-    CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
+    CUDA_CHECK(
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
 #endif
     if (found != cudaDriverEntryPointSuccess || !function)
-        throw Error("tensor_map: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12.0 or later");
+        throw Error(
+            "tensor_map: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12.0 or "
+            "later");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
@@ -27,19 +33,22 @@ inline auto tensor_map_encoder() {
 template <class X>
 CUtensorMap tensor_map(const char* name, const Heads<X>& x, const HeadsShape& s, int rows) {
     // TMA moves bits, so it need not know whether they are bf16 or fp16.
-    constexpr auto kType = sizeof(X) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    constexpr auto kType =
+        sizeof(X) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     static const auto encode = tensor_map_encoder();
     CUtensorMap map;
     const cuuint64_t dims[4] = {cuuint64_t(s.HS), cuuint64_t(s.heads), cuuint64_t(s.T),
                                 cuuint64_t(s.B)};
     const cuuint64_t strides[3] = {s.HS * sizeof(X), x.token * sizeof(X), x.batch * sizeof(X)};
     const cuuint32_t box[4] = {128 / sizeof(X), 1, cuuint32_t(rows), 1}, step[4] = {1, 1, 1, 1};
-    const CUresult status = encode(&map, kType, 4, const_cast<std::remove_const_t<X>*>(x.ptr), dims, strides, box, step,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult status =
+        encode(&map, kType, 4, const_cast<std::remove_const_t<X>*>(x.ptr), dims, strides, box, step,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
         throw Error(
-            format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH %d, HS %d, "
+            format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH "
+                   "%d, HS %d, "
                    "strides %zu and %zu elements, address %p",
                    name, int(status), s.B, s.T, s.heads, s.HS, x.batch, x.token,
                    static_cast<const void*>(x.ptr)));

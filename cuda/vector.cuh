@@ -1,7 +1,8 @@
 // Wide memory accesses, conversions and reductions, which the layers' kernels are made of.
 //
-// Most of them are bound by memory, so they move 16 bytes a thread and instruction, as Vec<float, 4> or Vec<bf16, 8>.
-// The same kernel instantiated with one element a Vec takes any row length and alignment, and vectorises() chooses.
+// Most of them are bound by memory, so they move 16 bytes a thread and instruction, as Vec<float,
+// 4> or Vec<bf16, 8>. The same kernel instantiated with one element a Vec takes any row length and
+// alignment, and vectorises() chooses.
 #pragma once
 #include <cstring>
 
@@ -21,7 +22,8 @@ template <class X, int N>
 struct alignas(N * sizeof(X)) Vec {
     X x[N];
     __device__ float operator[](int i) const {
-        if constexpr (std::is_same_v<X, bf16> && N > 1) {  // one instruction, where the toolkit's function takes two
+        // one instruction, where the toolkit's function takes two
+        if constexpr (std::is_same_v<X, bf16> && N > 1) {
             unsigned pairs[N / 2];
             memcpy(pairs, x, sizeof x);
             return __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
@@ -35,19 +37,20 @@ struct alignas(N * sizeof(X)) Vec {
 template <class X>
 constexpr int kVec = 16 / sizeof(X);
 
-// The integer that makes the compiler emit one load or store of that many bytes. It has 16 at most, and longer vectors
-// take several.
+// The integer that makes the compiler emit one load or store of that many bytes. It has 16 at most,
+// and longer vectors take several.
 template <int Bytes>
-using WordOf =
-    std::conditional_t<Bytes == 2, unsigned short,
-                       std::conditional_t<Bytes == 4, unsigned, std::conditional_t<Bytes == 8, uint2, uint4>>>;
+using WordOf = std::conditional_t<
+    Bytes == 2, unsigned short,
+    std::conditional_t<Bytes == 4, unsigned, std::conditional_t<Bytes == 8, uint2, uint4>>>;
 
 template <int N, class X>
 __device__ inline Vec<X, N> load(const X* p) {
     using Word = WordOf<N * sizeof(X)>;
     constexpr int kWords = N * sizeof(X) / sizeof(Word);
     Word words[kWords];
-    for (int i = 0; i < kWords; i++) words[i] = reinterpret_cast<const Word*>(p)[i];
+    for (int i = 0; i < kWords; i++)
+        words[i] = reinterpret_cast<const Word*>(p)[i];
     Vec<X, N> v;
     memcpy(&v, words, sizeof v);
     return v;
@@ -58,7 +61,8 @@ __device__ inline void store(X* p, const Vec<X, N>& v) {
     constexpr int kWords = N * sizeof(X) / sizeof(Word);
     Word words[kWords];
     memcpy(words, &v, sizeof v);
-    for (int i = 0; i < kWords; i++) reinterpret_cast<Word*>(p)[i] = words[i];
+    for (int i = 0; i < kWords; i++)
+        reinterpret_cast<Word*>(p)[i] = words[i];
 }
 
 // Rounds to nearest.
@@ -100,22 +104,26 @@ bool vectorises(size_t row, const P*... pointers) {
 // Every lane gets the result, with the same bits.
 template <class T>
 __device__ inline T warp_sum(T x) {
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullMask, x, offset);
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+        x += __shfl_xor_sync(kFullMask, x, offset);
     return x;
 }
 __device__ inline float warp_max(float x) {
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, offset));
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+        x = fmaxf(x, __shfl_xor_sync(kFullMask, x, offset));
     return x;
 }
 
-// Reduces over the block in a fixed order. Every thread of the block must call it, and every thread gets the result.
+// Reduces over the block in a fixed order. Every thread of the block must call it, and every thread
+// gets the result.
 template <class WarpReduce>
 __device__ inline float block_reduce(float x, float neutral, WarpReduce warp_reduce) {
     __shared__ float warp_smem[kWarp];
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
     x = warp_reduce(x);
     __syncthreads();  // an earlier call's reads are done
-    if (lane == 0) warp_smem[threadIdx.x / kWarp] = x;
+    if (lane == 0)
+        warp_smem[threadIdx.x / kWarp] = x;
     __syncthreads();
     return warp_reduce(lane < warps ? warp_smem[lane] : neutral);
 }

@@ -6,8 +6,9 @@
 #include "data/grammar.h"
 #include "data/tokenizer.h"
 
-// The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early decides what happens
-// later. The tables carry that: a row of `wish` is a wish with the trouble, the advice and the end that fit it.
+// The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early
+// decides what happens later. The tables carry that: a row of `wish` is a wish with the trouble,
+// the advice and the end that fit it.
 EMBED(stories, "data/stories.txt");
 
 namespace {
@@ -18,7 +19,8 @@ constexpr int kSeed = 1;
 constexpr int kValStories = 1100;
 constexpr int kTrainStories = 31000;
 
-// What the grammar writes. After a change of data/stories.txt dev/test_corpus says what belongs here.
+// What the grammar writes. After a change of data/stories.txt dev/test_corpus says what belongs
+// here.
 constexpr double kValNats = 0.12731075475943862;  // per token
 
 // The tokens of `count` stories, from number `first` on.
@@ -46,6 +48,7 @@ std::string write_story(uint64_t seed, uint64_t index) {
 }
 
 const Corpus& builtin_corpus() {
-    static const Corpus corpus = {write_tokens(kValStories, kTrainStories), write_tokens(0, kValStories), kValNats};
+    static const Corpus corpus = {write_tokens(kValStories, kTrainStories),
+                                  write_tokens(0, kValStories), kValNats};
     return corpus;
 }

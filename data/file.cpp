@@ -1,10 +1,10 @@
 #include "data/file.h"
 
 // -------------------------------------------------------------------------------------------------
-// Checksum: four lanes, so that the multiplications overlap and the hash keeps up with memory. Each step is a bijection
-// of the lane for a given word, and of the word for a given lane. Any change of one word therefore changes the result.
-// The two multiplications spread even the top bit of a word over many bits, so that a second small error does not
-// cancel it.
+// Checksum: four lanes, so that the multiplications overlap and the hash keeps up with memory. Each
+// step is a bijection of the lane for a given word, and of the word for a given lane. Any change of
+// one word therefore changes the result. The two multiplications spread even the top bit of a word
+// over many bits, so that a second small error does not cancel it.
 
 static uint64_t step(uint64_t lane, uint64_t word) {
     lane += word * 0x9E3779B97F4A7C15u;  // odd
@@ -31,7 +31,8 @@ void Checksum64::add(const void* piece, size_t bytes) {
         }
     }
     uint64_t last[4] = {};  // filled up with zeros
-    if (left) std::memcpy(last, p, left);
+    if (left)
+        std::memcpy(last, p, left);
     for (size_t i = 0; 8 * i < left; i++) {
         lanes[i] = step(lanes[i], last[i]);
     }
@@ -56,19 +57,20 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
 // -------------------------------------------------------------------------------------------------
 // Reading and writing
 
-// Moves all bytes by calls of `once`, which is pread or pwrite. Several threads move a large block, because one copies
-// only about 2 GB/s to or from the memory in which the system keeps files.
+// Moves all bytes by calls of `once`, which is pread or pwrite. Several threads move a large block,
+// because one copies only about 2 GB/s to or from the memory in which the system keeps files.
 template <class Once, class Byte>
-static void in_pieces(const std::string& path, const char* action, Once once, int fd, Byte* p, size_t bytes,
-                      size_t at) {
+static void in_pieces(const std::string& path, const char* action, Once once, int fd, Byte* p,
+                      size_t bytes, size_t at) {
     constexpr size_t kThreads = 4, kLeast = 1 << 20;
     const auto transfer = [=, &path](size_t done, size_t end) {
         while (done < end) {
             const auto n = uninterrupted([&] { return once(fd, p + done, end - done, at + done); });
-            if (n < 0) throw file_error(path, action, errno);
+            if (n < 0)
+                throw file_error(path, action, errno);
             if (n == 0)
-                throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu", path.c_str(), bytes,
-                                   at, done));
+                throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu",
+                                   path.c_str(), bytes, at, done));
             done += static_cast<size_t>(n);
         }
     };
@@ -77,7 +79,8 @@ static void in_pieces(const std::string& path, const char* action, Once once, in
     for (size_t begin = piece; begin < bytes; begin += piece)
         others.push_back(start_async([=] { transfer(begin, std::min(begin + piece, bytes)); }));
     transfer(0, std::min(piece, bytes));
-    for (std::future<void>& other : others) other.get();
+    for (std::future<void>& other : others)
+        other.get();
 }
 
 bool InputFile::is_lfs_pointer() const {
@@ -122,18 +125,21 @@ void HeldFile::warn_if_replaced() {
 void write_whole_file(const std::string& path, const std::vector<Block>& blocks) {
     check_regular(path);
     const std::string temporary = temporary_of(path);
-    const int fd =
-        uninterrupted([&] { return open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666); });
-    if (fd < 0) throw file_error(path, "create", errno);
+    const int fd = uninterrupted(
+        [&] { return open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666); });
+    if (fd < 0)
+        throw file_error(path, "create", errno);
     try {
         size_t written = 0;
         for (const Block& block : blocks) {
-            in_pieces(path, "write", pwrite, fd, static_cast<const char*>(block.data), block.bytes, written);
+            in_pieces(path, "write", pwrite, fd, static_cast<const char*>(block.data), block.bytes,
+                      written);
             written += block.bytes;
         }
-        // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole
-        // file is there.
-        if (uninterrupted([&] { return fsync(fd); })) throw file_error(path, "write", errno);
+        // The data is synced first, then the file is renamed, then its directory is synced. After
+        // any crash one whole file is there.
+        if (uninterrupted([&] { return fsync(fd); }))
+            throw file_error(path, "write", errno);
         if (uninterrupted([&] { return rename(temporary.c_str(), path.c_str()); }))
             throw file_error(path, "rename the finished file to", errno);
     } catch (...) {
@@ -144,9 +150,13 @@ void write_whole_file(const std::string& path, const std::vector<Block>& blocks)
     close(fd);
     const size_t slash = path.rfind('/');
     const std::string dir = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-    const int dir_fd = uninterrupted([&] { return open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
-    if (dir_fd < 0) throw file_error(dir, "open", errno);
+    const int dir_fd =
+        uninterrupted([&] { return open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
+    if (dir_fd < 0)
+        throw file_error(dir, "open", errno);
     const int error = uninterrupted([&] { return fsync(dir_fd); }) ? errno : 0;
     close(dir_fd);
-    if (error && error != EINVAL) throw file_error(dir, "sync", error);  // EINVAL: the file system has nothing to sync
+    // EINVAL: the file system has nothing to sync
+    if (error && error != EINVAL)
+        throw file_error(dir, "sync", error);
 }

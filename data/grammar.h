@@ -1,4 +1,5 @@
-// A stochastic grammar: text whose every choice has a known probability. The notation, line by line:
+// A stochastic grammar: text whose every choice has a known probability. The notation, line by
+// line:
 //
 //   # a comment                     A line that starts with blanks continues the one before.
 //   @list fruit                     Items separated by commas, equally likely.
@@ -25,13 +26,15 @@
 //                          option.
 //   ¶                      (with the blanks around it) a line break.
 //
-// Weights are integers and choices are made in integers: the same seed writes the same bytes on every machine.
+// Weights are integers and choices are made in integers: the same seed writes the same bytes on
+// every machine.
 //
-// A grammar is unambiguous if every rule is a prefix code: no text of one alternative begins with a text of another.
-// A letter after the end of a word counts as a difference, so "sea" and "seal" differ, but "red" and "red clay" do not.
-// Then a reader who comes from the left, and knows the rows remembered so far, knows each choice. A text shows its own
-// end and has one derivation, and its probability is the product of its choices. dev/test/test_corpus.cpp finds the
-// derivations of all validation stories, one each.
+// A grammar is unambiguous if every rule is a prefix code: no text of one alternative begins with a
+// text of another. A letter after the end of a word counts as a difference, so "sea" and "seal"
+// differ, but "red" and "red clay" do not. Then a reader who comes from the left, and knows the
+// rows remembered so far, knows each choice. A text shows its own end and has one derivation, and
+// its probability is the product of its choices. dev/test/test_corpus.cpp finds the derivations of
+// all validation stories, one each.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -16,7 +16,8 @@ void check_is_text(const std::string& text, const std::string& path) {
         const char *what, *advice;
     } known[] = {
         {0, "\x93NUMPY"sv, "a NumPy array", "write its ids as token shards"},
-        {7, "\0{"sv, "safetensors", "give text or token shards; scripts/hf.py import reads a model"},
+        {7, "\0{"sv, "safetensors",
+         "give text or token shards; scripts/hf.py import reads a model"},
         {0, "\xFF\xFE\0\0"sv, "UTF-32 text", "convert it to UTF-8"},
         {0, "\0\0\xFE\xFF"sv, "UTF-32 text", "convert it to UTF-8"},
         {0, "\xFF\xFE"sv, "UTF-16 text", "convert it to UTF-8"},
@@ -31,10 +32,12 @@ void check_is_text(const std::string& text, const std::string& path) {
     };
     for (const auto& k : known)
         if (text.size() >= k.at && text.compare(k.at, k.bytes.size(), k.bytes) == 0)
-            throw Error(format("%s: is no text but looks like %s; %s", path.c_str(), k.what, k.advice));
+            throw Error(
+                format("%s: is no text but looks like %s; %s", path.c_str(), k.what, k.advice));
     if (const size_t zero = text.find('\0'); zero != std::string::npos)
-        throw Error(format("%s: is no text, for it has a zero byte at offset %zu; give UTF-8 text or token shards",
-                           path.c_str(), zero));
+        throw Error(format(
+            "%s: is no text, for it has a zero byte at offset %zu; give UTF-8 text or token shards",
+            path.c_str(), zero));
 }
 
 std::vector<std::string> split(const std::string& text, const std::string& separator) {
@@ -50,7 +53,8 @@ std::vector<std::string> split(const std::string& text, const std::string& separ
 static bool is_blank(const std::string& text) {
     for (size_t at = 0; at < text.size();) {
         const Character c = character(text, at);
-        if (c.bytes == 0 || !(is_white_space(text, at) || (c.code >= 0x1C && c.code <= 0x1F))) return false;
+        if (c.bytes == 0 || !(is_white_space(text, at) || (c.code >= 0x1C && c.code <= 0x1F)))
+            return false;
         at += c.bytes;
     }
     return true;
@@ -58,27 +62,35 @@ static bool is_blank(const std::string& text) {
 
 std::vector<std::string> documents(const std::string& text) {
     const std::string mark = "\xEF\xBB\xBF";
-    std::vector<std::string> parts =
-        split(text.compare(0, mark.size(), mark) ? text : text.substr(mark.size()), kEndOfTextPiece);
+    std::vector<std::string> parts = split(
+        text.compare(0, mark.size(), mark) ? text : text.substr(mark.size()), kEndOfTextPiece);
     std::vector<std::string> found;
     for (size_t i = 0; i < parts.size(); i++) {
         std::string& part = parts[i];
         // A line end between two separators belongs to the first.
-        if (i > 0) part.erase(0, part.compare(0, 1, "\n") == 0 ? 1 : part.compare(0, 2, "\r\n") == 0 ? 2 : 0);
+        if (i > 0)
+            part.erase(0, part.compare(0, 1, "\n") == 0     ? 1
+                          : part.compare(0, 2, "\r\n") == 0 ? 2
+                                                            : 0);
         if (i + 1 < parts.size() && !part.empty() && part.back() == '\n') {
             part.pop_back();
-            if (!part.empty() && part.back() == '\r') part.pop_back();
+            if (!part.empty() && part.back() == '\r')
+                part.pop_back();
         }
-        if (!is_blank(part)) found.push_back(std::move(part));
+        if (!is_blank(part))
+            found.push_back(std::move(part));
     }
     return found;
 }
 
 std::string shell_quoted(const std::string& text) {
-    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+:,./-";
-    if (!text.empty() && text.find_first_not_of(plain) == std::string::npos) return text;
+    static const char plain[] =
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+:,./-";
+    if (!text.empty() && text.find_first_not_of(plain) == std::string::npos)
+        return text;
     std::string quoted = "'";
-    for (const char c : text) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    for (const char c : text)
+        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
     return quoted + "'";
 }
 
@@ -89,7 +101,8 @@ std::string shell_quoted_path(const std::string& path) {
 std::string glob_escaped(const std::string& path) {
     std::string escaped;
     for (const char c : path) {
-        if (std::strchr("*?[]\\", c)) escaped += '\\';
+        if (std::strchr("*?[]\\", c))
+            escaped += '\\';
         escaped += c;
     }
     return escaped;

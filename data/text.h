@@ -1,5 +1,6 @@
-// What a text file means: which files are none, and where its documents begin and end. data/prepare.py reads text by the
-// same rules. Also how a name is written in a command that a user will paste.
+// What a text file means: which files are none, and where its documents begin and end.
+// data/prepare.py reads text by the same rules. Also how a name is written in a command that a user
+// will paste.
 #pragma once
 #include <string>
 #include <vector>
@@ -9,9 +10,9 @@ constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 // Throws Error if this is no text: a known format's first bytes, or a zero byte anywhere.
 void check_is_text(const std::string& text, const std::string& path);
 
-// The documents of a text file, which <|endoftext|> separates. One line end on each side of it (\n or \r\n) belongs to
-// it, and a byte order mark at the file's beginning to none. Documents of white space alone are skipped. Nothing else
-// changes.
+// The documents of a text file, which <|endoftext|> separates. One line end on each side of it (\n
+// or \r\n) belongs to it, and a byte order mark at the file's beginning to none. Documents of white
+// space alone are skipped. Nothing else changes.
 std::vector<std::string> documents(const std::string& text);
 
 std::vector<std::string> split(const std::string& text, const std::string& separator);

@@ -5,13 +5,15 @@
 //   loss  = m + log l − x[target]
 //   dx[v] = dloss·(e^{x[v]−m}/l − [v = target])
 //
-// classifier_kernel does this to logits that are there, one block per row. Pass 1 reads the row once and computes m and
-// l together, online as in flash attention. When a thread meets a larger x it rescales its sum. Pass 2 reads the row
-// again, mostly from the caches, because 50304 logits are 100 or 200 KB, and overwrites it with the gradient. It is
-// bound by memory, one read and one write of the logits.
+// classifier_kernel does this to logits that are there, one block per row. Pass 1 reads the row
+// once and computes m and l together, online as in flash attention. When a thread meets a larger x
+// it rescales its sum. Pass 2 reads the row again, mostly from the caches, because 50304 logits are
+// 100 or 200 KB, and overwrites it with the gradient. It is bound by memory, one read and one write
+// of the logits.
 //
-// For bf16 on sm_90 cross_entropy passes over no logits. Their product's epilogue (layers/sm90) writes exponentials
-// instead, for which m must be known before. So m is the target's own logit c, a product of two rows:
+// For bf16 on sm_90 cross_entropy passes over no logits. Their product's epilogue (layers/sm90)
+// writes exponentials instead, for which m must be known before. So m is the target's own logit c,
+// a product of two rows:
 //
 //   e[v]  = e^{x[v]−c}
 //   s     = Σ_{v≠target} e[v]
@@ -19,12 +21,14 @@
 //   scale = dloss/(1 + s)
 //   dx    = scale·e
 //
-// Here e[target] is −s, so that nothing cancels where s is small. dx is not written. Its consumers are the products
-// dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so rows_kernel scales the rows of inp, and scale_kernel
-// those of the second product. bf16's exponents are as wide as fp32's. Where s reaches 2⁴⁰, a loss above 27.7 nats, or
-// is no number, rows_kernel computes the row again with its largest logit for c.
+// Here e[target] is −s, so that nothing cancels where s is small. dx is not written. Its consumers
+// are the products dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so rows_kernel scales
+// the rows of inp, and scale_kernel those of the second product. bf16's exponents are as wide as
+// fp32's. Where s reaches 2⁴⁰, a loss above 27.7 nats, or is no number, rows_kernel computes the
+// row again with its largest logit for c.
 //
-// Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  Limits: any 1 ≤ V ≤ Vp.
+// Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  Limits: any 1 ≤ V ≤
+// Vp.
 #include <cfloat>
 
 #include "cuda/vector.cuh"
@@ -36,12 +40,14 @@ namespace {
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kThreads = 1024;  // a row of 50304 is up to 7 (bf16) or 13 (fp32) vectors a thread
 
-// The m and l of the columns that a thread sees. In units of log 2, as m and the exponents are, an exponential is one fma
-// and one ex2. That m is rounded does no harm, because every exponent and the loss use the same number. It starts finite,
-// because −∞ − −∞ would be NaN.
+// The m and l of the columns that a thread sees. In units of log 2, as m and the exponents are, an
+// exponential is one fma and one ex2. That m is rounded does no harm, because every exponent and
+// the loss use the same number. It starts finite, because −∞ − −∞ would be NaN.
 struct Softmax {
     float m = -FLT_MAX, l = 0.f;
-    __device__ float loss(float x_target) const { return kLn2 * (log2f(l) - fmaf(x_target, kLog2e, -m)); }
+    __device__ float loss(float x_target) const {
+        return kLn2 * (log2f(l) - fmaf(x_target, kLog2e, -m));
+    }
 };
 template <int V, class X>
 __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab) {
@@ -50,13 +56,15 @@ __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab) {
     for (int c = threadIdx.x * V; c < whole; c += kThreads * V) {
         const auto v = load<V>(x + c);
         float largest = v[0];
-        for (int i = 1; i < V; i++) largest = fmaxf(largest, v[i]);
+        for (int i = 1; i < V; i++)
+            largest = fmaxf(largest, v[i]);
         largest *= kLog2e;
         if (largest > s.m) {
             s.l *= exp2_approx(s.m - largest);
             s.m = largest;
         }
-        for (int i = 0; i < V; i++) s.l += exp2_approx(fmaf(v[i], kLog2e, -s.m));
+        for (int i = 0; i < V; i++)
+            s.l += exp2_approx(fmaf(v[i], kLog2e, -s.m));
     }
     if (whole + threadIdx.x < vocab) {  // the last V − 1 columns at most
         const float last = to_float(x[whole + threadIdx.x]);
@@ -69,11 +77,12 @@ __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab) {
 
 // dx of columns c … c + V − 1. scale is dloss/l.
 template <int V, class X>
-__device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, float m, float scale, float dloss,
-                                                  int target, int vocab) {
+__device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, float m, float scale,
+                                                  float dloss, int target, int vocab) {
     Vec<float, V> dx;
     if (c + V <= vocab && (target < c || target >= c + V)) {
-        for (int i = 0; i < V; i++) dx.x[i] = exp2_approx(fmaf(x[i], kLog2e, -m)) * scale;
+        for (int i = 0; i < V; i++)
+            dx.x[i] = exp2_approx(fmaf(x[i], kLog2e, -m)) * scale;
     } else {
         for (int i = 0; i < V; i++) {
             const float p = exp2_approx(fmaf(x[i], kLog2e, -m)) * scale;
@@ -87,8 +96,8 @@ __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, flo
 
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
-    classifier_kernel(X* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int vocab,
-                      int padded) {
+    classifier_kernel(X* logits, float* __restrict__ losses, const int* __restrict__ targets,
+                      float dloss, int vocab, int padded) {
     const size_t row = blockIdx.x;
     X* x = logits + row * padded;
     const int target = targets[row];
@@ -98,15 +107,19 @@ __global__ void __launch_bounds__(kThreads)
     Softmax s = softmax_of_columns<V>(x, vocab);
     const float m = block_max(s.m);
     s = {.m = m, .l = block_sum(s.l * exp2_approx(s.m - m))};
-    if (threadIdx.x == 0) losses[row] = s.loss(x_target);
-    if (dloss == 0.f) return;
+    if (threadIdx.x == 0)
+        losses[row] = s.loss(x_target);
+    if (dloss == 0.f)
+        return;
 
-    // Pass 2 starts at the end, because what was read last is the likeliest to be in the caches still. Streaming stores
-    // keep the gradient from pushing out what other blocks have yet to read again.
+    // Pass 2 starts at the end, because what was read last is the likeliest to be in the caches
+    // still. Streaming stores keep the gradient from pushing out what other blocks have yet to read
+    // again.
     const float scale = valid ? dloss / s.l : NAN;
     const int vectors = padded / V;
     for (int j = (vectors - 1) / kThreads * kThreads + threadIdx.x; j >= 0; j -= kThreads) {
-        if (j >= vectors) continue;
+        if (j >= vectors)
+            continue;
         const int c = j * V;
         store_streaming(x + c, gradient<V>(load<V>(x + c), c, s.m, scale, dloss, target, vocab));
     }
@@ -125,8 +138,10 @@ struct Head {
     __device__ __forceinline__ float logit(int row, int v) const {  // by a warp, in units of log 2
         float sum = 0.f;
         for (int c = threadIdx.x % kWarp * 8; c < C; c += kWarp * 8) {
-            const auto x = load<8>(inp + size_t(row) * C + c), y = load<8>(weight + size_t(v) * C + c);
-            for (int i = 0; i < 8; i++) sum = fmaf(x[i], y[i], sum);
+            const auto x = load<8>(inp + size_t(row) * C + c),
+                       y = load<8>(weight + size_t(v) * C + c);
+            for (int i = 0; i < 8; i++)
+                sum = fmaf(x[i], y[i], sum);
         }
         return kLog2e * warp_sum(sum);
     }
@@ -135,71 +150,89 @@ struct Head {
 // shifts[n] is the target's logit.
 __global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts, Head h) {
     const int row = blockIdx.x * kRowsWarps + threadIdx.x / kWarp;
-    if (row >= h.N) return;
+    if (row >= h.N)
+        return;
     const float x = h.valid(row) ? h.logit(row, h.targets[row]) : NAN;
-    if (threadIdx.x % kWarp == 0) shifts[row] = x;
+    if (threadIdx.x % kWarp == 0)
+        shifts[row] = x;
 }
 
-// Finishes the rows of e, whose sums over tiles of columns are (tiles, N). Writes losses, and if dloss != 0 scales and
-// scaled = scale·inp too.
+// Finishes the rows of e, whose sums over tiles of columns are (tiles, N). Writes losses, and if
+// dloss != 0 scales and scaled = scale·inp too.
 __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     rows_kernel(bf16* e, bf16* scaled, float* scales, float* losses, const float* __restrict__ sums,
                 const float* __restrict__ shifts, Head h, float dloss) {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kRowsWarps;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp,
+              first = blockIdx.x * kRowsWarps;
     const int row = first + warp;
     // s, the target's own exponential, and how far c is above the target's logit, in units of log 2
     float sum = 0.f, at_target = 1.f, above = 0.f;
     if (row < h.N) {
-        for (int t = lane; t * kSm90Columns < h.Vp; t += kWarp) sum += sums[size_t(t) * h.N + row];
+        for (int t = lane; t * kSm90Columns < h.Vp; t += kWarp)
+            sum += sums[size_t(t) * h.N + row];
         sum = isfinite(shifts[row]) ? warp_sum(sum) : NAN;
     }
 
     // The whole block computes a row again, each warp some of its logits.
     __shared__ bool again_smem[kRowsWarps];
-    if (lane == 0) again_smem[warp] = row < h.N && isfinite(shifts[row]) && !(sum < kLargestSum);
+    if (lane == 0)
+        again_smem[warp] = row < h.N && isfinite(shifts[row]) && !(sum < kLargestSum);
     __syncthreads();
     for (int w = 0; w < kRowsWarps; w++) {
-        if (!again_smem[w]) continue;
+        if (!again_smem[w])
+            continue;
         float largest = -INFINITY, others = 0.f;
-        for (int v = warp; v < h.V; v += kRowsWarps) largest = fmaxf(largest, h.logit(first + w, v));
+        for (int v = warp; v < h.V; v += kRowsWarps)
+            largest = fmaxf(largest, h.logit(first + w, v));
         largest = block_max(largest);
         for (int v = warp; v < h.V; v += kRowsWarps) {
             const float x = exp2_approx(h.logit(first + w, v) - largest);
-            if (lane > 0 || v == h.targets[first + w]) continue;
+            if (lane > 0 || v == h.targets[first + w])
+                continue;
             others += x;
-            if (dloss != 0.f) e[size_t(first + w) * h.Vp + v] = __float2bfloat16_rn(x);
+            if (dloss != 0.f)
+                e[size_t(first + w) * h.Vp + v] = __float2bfloat16_rn(x);
         }
         others = block_sum(others);
-        if (warp == w) sum = others, above = largest - shifts[row], at_target = exp2_approx(-above);
+        if (warp == w)
+            sum = others, above = largest - shifts[row], at_target = exp2_approx(-above);
     }
 
-    if (row >= h.N) return;
-    if (lane == 0) losses[row] = log1pf(sum + (at_target - 1.f)) + kLn2 * above;
-    if (dloss == 0.f) return;
+    if (row >= h.N)
+        return;
+    if (lane == 0)
+        losses[row] = log1pf(sum + (at_target - 1.f)) + kLn2 * above;
+    if (dloss == 0.f)
+        return;
     // e[target] is rounded. The scale makes up for that, so that dx[target] is exact.
     const float rounded = to_float(__float2bfloat16_rn(sum));
     const float scale = dloss / (sum + at_target) * (rounded != 0.f ? sum / rounded : 1.f);
     if (lane == 0) {
         scales[row] = scale;
-        if (h.valid(row)) e[size_t(row) * h.Vp + h.targets[row]] = __float2bfloat16_rn(-sum);
+        if (h.valid(row))
+            e[size_t(row) * h.Vp + h.targets[row]] = __float2bfloat16_rn(-sum);
     }
     for (int c = lane * 8; c < h.C; c += kWarp * 8) {
         const size_t at = size_t(row) * h.C + c;
         const auto x = load<8>(h.inp + at);
         Vec<float, 8> y;
-        for (int i = 0; i < 8; i++) y.x[i] = scale * x[i];
+        for (int i = 0; i < 8; i++)
+            y.x[i] = scale * x[i];
         store(scaled + at, y);
     }
 }
 
 // out = scale·x, row by row.
 __global__ void __launch_bounds__(256)
-    scale_kernel(bf16* out, const float* __restrict__ x, const float* __restrict__ scales, size_t n, int C) {
+    scale_kernel(bf16* out, const float* __restrict__ x, const float* __restrict__ scales, size_t n,
+                 int C) {
     const size_t i = (blockIdx.x * size_t{256} + threadIdx.x) * 8;
-    if (i >= n) return;
+    if (i >= n)
+        return;
     auto y = load<8>(x + i);
     const float scale = scales[i / C];
-    for (float& value : y.x) value *= scale;
+    for (float& value : y.x)
+        value *= scale;
     store(out + i, y);
 }
 
@@ -213,7 +246,8 @@ struct Scratch {
     float* product;  // (N,C), not scaled yet
     size_t N, C;
     bf16* scaled = reinterpret_cast<bf16*>(product + N * C);  // (N,C)
-    float *scales = reinterpret_cast<float*>(scaled + N * C), *shifts = scales + N, *sums = shifts + N;
+    float *scales = reinterpret_cast<float*>(scaled + N * C), *shifts = scales + N,
+          *sums = shifts + N;
 };
 
 }  // namespace
@@ -221,17 +255,22 @@ struct Scratch {
 // -------------------------------------------------------------------------------------------------
 
 template <class X>
-void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp) {
-    if (V < 1 || V > Vp) throw Error(format("classifier: V = %d, expected 1..Vp = %d", V, Vp));
-    if (N == 0) return;
-    const auto kernel = vectorises<X>(Vp, logits) ? classifier_kernel<X, kVec<X>> : classifier_kernel<X, 1>;
+void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss,
+                size_t N, int V, int Vp) {
+    if (V < 1 || V > Vp)
+        throw Error(format("classifier: V = %d, expected 1..Vp = %d", V, Vp));
+    if (N == 0)
+        return;
+    const auto kernel =
+        vectorises<X>(Vp, logits) ? classifier_kernel<X, kVec<X>> : classifier_kernel<X, 1>;
     kernel<<<ceil_div(N, 1), kThreads, 0, dev.stream>>>(logits, losses, targets, dloss, V, Vp);
     LAUNCH_CHECK("classifier_kernel");
 }
 
 template <class X>
-void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp, const X* weight,
-                   const int* targets, float dloss, size_t N, int C, int V, int Vp) {
+void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp,
+                   const X* weight, const int* targets, float dloss, size_t N, int C, int V,
+                   int Vp) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (N > 0 && fused<X>(dev, C, Vp)) {
             const Scratch s = {.product = static_cast<float*>(scratch), .N = N, .C = size_t(C)};
@@ -253,8 +292,8 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
                                       .shifts = s.shifts,
                                       .targets = targets,
                                       .V = V});
-            rows_kernel<<<blocks, threads, 0, dev.stream>>>(dlogits, s.scaled, s.scales, losses, s.sums, s.shifts, head,
-                                                            dloss);
+            rows_kernel<<<blocks, threads, 0, dev.stream>>>(dlogits, s.scaled, s.scales, losses,
+                                                            s.sums, s.shifts, head, dloss);
             LAUNCH_CHECK("rows_kernel");
             return;
         }
@@ -264,15 +303,18 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
 }
 
 template <class X>
-void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
-                            const X* weight, size_t N, int C, int Vp, bool accumulate) {
+void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch,
+                            const X* dlogits, const X* inp, const X* weight, size_t N, int C,
+                            int Vp, bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (N > 0 && fused<X>(dev, C, Vp)) {
             const Scratch s = {.product = static_cast<float*>(scratch), .N = N, .C = size_t(C)};
-            matmul_backward<X, float>(dev, dinp ? s.product : nullptr, dweight, dlogits, s.scaled, weight, N, C, Vp,
-                                      accumulate);
-            if (!dinp) return;
-            scale_kernel<<<ceil_div(N * C, 256 * 8), 256, 0, dev.stream>>>(dinp, s.product, s.scales, N * C, C);
+            matmul_backward<X, float>(dev, dinp ? s.product : nullptr, dweight, dlogits, s.scaled,
+                                      weight, N, C, Vp, accumulate);
+            if (!dinp)
+                return;
+            scale_kernel<<<ceil_div(N * C, 256 * 8), 256, 0, dev.stream>>>(dinp, s.product,
+                                                                           s.scales, N * C, C);
             LAUNCH_CHECK("scale_kernel");
             return;
         }
@@ -282,16 +324,18 @@ void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scra
 
 template <class X>
 size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp) {
-    if (!fused<X>(dev, C, Vp)) return 0;
-    return N * C * (sizeof(float) + sizeof(bf16)) + N * (2 + ceil_div(Vp, kSm90Columns)) * sizeof(float);
+    if (!fused<X>(dev, C, Vp))
+        return 0;
+    return N * C * (sizeof(float) + sizeof(bf16)) +
+           N * (2 + ceil_div(Vp, kSm90Columns)) * sizeof(float);
 }
 
-#define INSTANTIATE(X)                                                                                              \
-    template void classifier(const Cuda&, X*, float*, const int*, float, size_t, int, int);                         \
-    template void cross_entropy(const Cuda&, X*, float*, void*, const X*, const X*, const int*, float, size_t, int, \
-                                int, int);                                                                          \
-    template void cross_entropy_backward(const Cuda&, X*, float*, void*, const X*, const X*, const X*, size_t, int, \
-                                         int, bool);                                                                \
+#define INSTANTIATE(X)                                                                          \
+    template void classifier(const Cuda&, X*, float*, const int*, float, size_t, int, int);     \
+    template void cross_entropy(const Cuda&, X*, float*, void*, const X*, const X*, const int*, \
+                                float, size_t, int, int, int);                                  \
+    template void cross_entropy_backward(const Cuda&, X*, float*, void*, const X*, const X*,    \
+                                         const X*, size_t, int, int, bool);                     \
     template size_t cross_entropy_scratch_bytes<X>(const Cuda&, size_t, int, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

@@ -5,19 +5,21 @@
 //
 // p(t) = t, except on a rank that has only some of a sequence's tokens.
 //
-// Atomics would scatter into dwte in a different order on every run, and a common token would make thousands of blocks
-// queue for one row. Instead the host, which knows the batch before the GPU does, sorts positions by token. It cuts them
-// into chunks of at most kEncoderChunk positions of one token:
+// Atomics would scatter into dwte in a different order on every run, and a common token would make
+// thousands of blocks queue for one row. Instead the host, which knows the batch before the GPU
+// does, sorts positions by token. It cuts them into chunks of at most kEncoderChunk positions of
+// one token:
 //
 //   order    3 9 | 0 1 4 7 … (32 positions) | 12 13 … (11 positions) | 2 | …
 //   token     17 |           262            |          262           | 40 |
 //
-// In pass 1 a block sums the rows of a chunk. It adds a token's only chunk to dwte at once, and leaves other chunks as
-// fp32 rows in scratch. Pass 2 adds those rows, in order, for each token that has several. So the sums have a fixed
-// order, and a block's work is bounded however skewed the batch is.
+// In pass 1 a block sums the rows of a chunk. It adds a token's only chunk to dwte at once, and
+// leaves other chunks as fp32 rows in scratch. Pass 2 adds those rows, in order, for each token
+// that has several. So the sums have a fixed order, and a block's work is bounded however skewed
+// the batch is.
 //
-// The launches depend on N alone, so that they can be captured in a CUDA graph. The kernels are bound by memory.
-// Backward reads dout twice, once for wte and once for wpe.
+// The launches depend on N alone, so that they can be captured in a CUDA graph. The kernels are
+// bound by memory. Backward reads dout twice, once for wte and once for wpe.
 //
 // Limits: any C, and B·T fits an int.
 #include <algorithm>
@@ -30,7 +32,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerSM = 6;  // of the kernel that walks over chunks, about as many as its registers allow
+// of the kernel that walks over chunks, about as many as its registers allow
+constexpr int kBlocksPerSM = 6;
 
 // Where the parts of a plan begin, in ints. A token with n > kEncoderChunk positions has
 // ⌈n/kEncoderChunk⌉ chunks. That is most, relative to n, for n = kEncoderChunk + 1, which has two
@@ -93,16 +96,19 @@ struct EncoderPlan {
 // A warp per row.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
-    encoder_forward_kernel(X* __restrict__ out, const int* __restrict__ tokens, const X* __restrict__ wte,
-                           const X* __restrict__ wpe, size_t N, int T, int C, Positions positions) {
+    encoder_forward_kernel(X* __restrict__ out, const int* __restrict__ tokens,
+                           const X* __restrict__ wte, const X* __restrict__ wpe, size_t N, int T,
+                           int C, Positions positions) {
     const size_t row = size_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-    if (row >= N) return;
+    if (row >= N)
+        return;
     const X* token = wte + size_t(tokens[row]) * C;
     const X* position = wpe + size_t(positions.of(row % T)) * C;
     for (int c = threadIdx.x % kWarp * V; c < C; c += kWarp * V) {
         const auto x = load<V>(token + c), y = load<V>(position + c);
         Vec<float, V> sum;
-        for (int i = 0; i < V; i++) sum.x[i] = x[i] + y[i];
+        for (int i = 0; i < V; i++)
+            sum.x[i] = x[i] + y[i];
         store(out + row * C + c, sum);
     }
 }
@@ -110,19 +116,22 @@ __global__ void __launch_bounds__(kThreads)
 // Computes dwpe. A thread owns V columns of one position and adds over the batch.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
-    position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC, int C,
-                             Positions positions) {
+    position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC,
+                             int C, Positions positions) {
     const size_t i = (size_t(blockIdx.x) * kThreads + threadIdx.x) * V;
-    if (i >= TC) return;
+    if (i >= TC)
+        return;
     Vec<float, V> sum = {};
 #pragma unroll 8
     for (int b = 0; b < B; b++) {
         const auto dy = load<V>(dout + b * TC + i);
-        for (int k = 0; k < V; k++) sum.x[k] += dy[k];
+        for (int k = 0; k < V; k++)
+            sum.x[k] += dy[k];
     }
     float* to = dwpe + size_t(positions.of(i / C)) * C + i % C;
     auto total = load<V>(to);
-    for (int k = 0; k < V; k++) total.x[k] += sum[k];
+    for (int k = 0; k < V; k++)
+        total.x[k] += sum[k];
     store(to, total);
 }
 
@@ -141,13 +150,16 @@ __global__ void __launch_bounds__(kThreads)
         for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
             // dwte is loaded before it is needed, so that it does not wait behind the sum.
             Vec<float, V> total = {}, sum = {};
-            if (dest >= 0) total = load<V>(dwte + size_t(dest) * C + c);
+            if (dest >= 0)
+                total = load<V>(dwte + size_t(dest) * C + c);
 #pragma unroll 4
             for (int p = 0; p < count; p++) {
                 const auto dy = load<V>(dout + size_t(positions[p]) * C + c);
-                for (int k = 0; k < V; k++) sum.x[k] += dy[k];
+                for (int k = 0; k < V; k++)
+                    sum.x[k] += dy[k];
             }
-            for (int k = 0; k < V; k++) total.x[k] += sum[k];
+            for (int k = 0; k < V; k++)
+                total.x[k] += sum[k];
             if (dest >= 0)
                 store(dwte + size_t(dest) * C + c, total);
             else
@@ -156,7 +168,8 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, then warp 0 adds the sums.
+// Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, then
+// warp 0 adds the sums.
 __global__ void __launch_bounds__(kThreads)
     token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials,
                           const int* __restrict__ plan_ints, PlanLayout at, int C) {
@@ -178,7 +191,8 @@ __global__ void __launch_bounds__(kThreads)
         sum_smem[warp][lane] = sum;
         __syncthreads();
         if (warp == 0 && c < C) {
-            for (int w = 1; w < kWarps; w++) sum += sum_smem[w][lane];
+            for (int w = 1; w < kWarps; w++)
+                sum += sum_smem[w][lane];
             dwte[size_t(token) * C + c] += sum;
         }
         __syncthreads();  // before the next token's sums replace these
@@ -190,13 +204,15 @@ __global__ void __launch_bounds__(kThreads)
 // -------------------------------------------------------------------------------------------------
 
 template <class X>
-void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
-                     const Positions& positions) {
+void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B,
+                     int T, int C, const Positions& positions) {
     const size_t N = size_t(B) * T;
-    if (N == 0) return;
-    const auto kernel =
-        vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>> : encoder_forward_kernel<X, 1>;
-    kernel<<<ceil_div(N, kWarps), kThreads, 0, dev.stream>>>(out, tokens, wte, wpe, N, T, C, positions);
+    if (N == 0)
+        return;
+    const auto kernel = vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>>
+                                                        : encoder_forward_kernel<X, 1>;
+    kernel<<<ceil_div(N, kWarps), kThreads, 0, dev.stream>>>(out, tokens, wte, wpe, N, T, C,
+                                                             positions);
     LAUNCH_CHECK("encoder_forward_kernel");
 }
 
@@ -215,12 +231,15 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
     int V = 0;
     for (size_t i = 0; i < N; i++) {
         if (tokens[i] < 0)
-            throw Error(format("encoder_plan: token %d at position %zu, expected one >= 0", tokens[i], i));
+            throw Error(
+                format("encoder_plan: token %d at position %zu, expected one >= 0", tokens[i], i));
         V = std::max(V, tokens[i] + 1);
     }
     std::vector<int> first_of(V + 1, 0);
-    for (size_t i = 0; i < N; i++) first_of[tokens[i] + 1]++;
-    for (int v = 0; v < V; v++) first_of[v + 1] += first_of[v];
+    for (size_t i = 0; i < N; i++)
+        first_of[tokens[i] + 1]++;
+    for (int v = 0; v < V; v++)
+        first_of[v + 1] += first_of[v];
     std::vector<int> next(first_of);
     for (size_t i = 0; i < N; i++) {
         const int v = tokens[i];
@@ -257,24 +276,26 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
 }
 
 template <class X>
-void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C, const Positions& where) {
+void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout,
+                      const int* plan, int B, int T, int C, const Positions& where) {
     const size_t N = size_t(B) * T, TC = size_t(T) * C;
-    if (N == 0) return;
+    if (N == 0)
+        return;
     const PlanLayout at(N);
     float* partials = static_cast<float*>(scratch);
     const bool vector = vectorises<X>(C, dout, dwte, dwpe, partials);
     const int V = vector ? kVec<X> : 1;
 
-    const auto positions = vector ? position_backward_kernel<X, kVec<X>> : position_backward_kernel<X, 1>;
+    const auto positions =
+        vector ? position_backward_kernel<X, kVec<X>> : position_backward_kernel<X, 1>;
     positions<<<ceil_div(TC, kThreads * V), kThreads, 0, dev.stream>>>(dwpe, dout, B, TC, C, where);
     LAUNCH_CHECK("position_backward_kernel");
 
     const int threads = std::min<int>(kThreads, ceil_div(C, V * kWarp) * kWarp);
     const size_t blocks_per_sm = kBlocksPerSM * (kThreads / threads);
     const auto kernel = vector ? token_backward_kernel<X, kVec<X>> : token_backward_kernel<X, 1>;
-    kernel<<<static_cast<unsigned>(std::min(at.max_chunks, dev.num_sms * blocks_per_sm)), threads, 0, dev.stream>>>(
-        dwte, partials, dout, plan, at, C);
+    kernel<<<static_cast<unsigned>(std::min(at.max_chunks, dev.num_sms * blocks_per_sm)), threads,
+             0, dev.stream>>>(dwte, partials, dout, plan, at, C);
     LAUNCH_CHECK("token_backward_kernel");
 
     if (at.max_multis == 0)
@@ -285,9 +306,10 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
     LAUNCH_CHECK("token_partials_kernel");
 }
 
-#define INSTANTIATE(X)                                                                                               \
-    template void encoder_forward(const Cuda&, X*, const int*, const X*, const X*, int, int, int, const Positions&); \
-    template void encoder_backward(const Cuda&, float*, float*, void*, const X*, const int*, int, int, int,          \
-                                   const Positions&);
+#define INSTANTIATE(X)                                                                            \
+    template void encoder_forward(const Cuda&, X*, const int*, const X*, const X*, int, int, int, \
+                                  const Positions&);                                              \
+    template void encoder_backward(const Cuda&, float*, float*, void*, const X*, const int*, int, \
+                                   int, int, const Positions&);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

@@ -1,10 +1,11 @@
-// Reductions over a whole array, to its sum, the global norm of the gradient, a count of broken values or a checksum.
+// Reductions over a whole array, to its sum, the global norm of the gradient, a count of broken
+// values or a checksum.
 //
 //   reduce_sum:  scale·Σ x      global_norm:  √Σ x²
 //
-// Two stages add in a fixed order. First each block sums its share of x, then one warp adds the blocks' sums in double.
-// The grid depends on the GPU alone, so the same input gives the same bits on every run. The kernels are bound by
-// memory, with one read of x.
+// Two stages add in a fixed order. First each block sums its share of x, then one warp adds the
+// blocks' sums in double. The grid depends on the GPU alone, so the same input gives the same bits
+// on every run. The kernels are bound by memory, with one read of x.
 //
 // Writes: out[0].  Limits: any n and alignment.
 #include "common/random.h"
@@ -26,39 +27,49 @@ __global__ void __launch_bounds__(kThreads)
     const size_t stride = static_cast<size_t>(gridDim.x) * kThreads * V;
     float sum = 0.f;
 #pragma unroll 4
-    for (size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V; i < n; i += stride) {
+    for (size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V; i < n;
+         i += stride) {
         const auto v = load<V>(x + i);
-        for (int k = 0; k < V; k++) sum += Square ? v[k] * v[k] : v[k];
+        for (int k = 0; k < V; k++)
+            sum += Square ? v[k] * v[k] : v[k];
     }
     sum = block_sum(sum);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+    if (threadIdx.x == 0)
+        partials[blockIdx.x] = sum;
 }
 
 // One warp needs no barrier. Lane i adds partial sums i, i+32, …
 __global__ void __launch_bounds__(kWarp)
     final_sum_kernel(float* out, const float* partials, int count, float scale, bool root) {
     double sum = 0.0;
-    for (int i = threadIdx.x; i < count; i += kWarp) sum += partials[i];
+    for (int i = threadIdx.x; i < count; i += kWarp)
+        sum += partials[i];
     sum = warp_sum(sum);
-    if (threadIdx.x == 0) *out = static_cast<float>(root ? sqrt(sum) : scale * sum);
+    if (threadIdx.x == 0)
+        *out = static_cast<float>(root ? sqrt(sum) : scale * sum);
 }
 
 template <class X>
 __global__ void __launch_bounds__(kThreads)
     count_nonfinite_kernel(unsigned long long* count, const X* __restrict__ x, size_t n) {
     unsigned long long found = 0;
-    for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
+    for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n;
+         i += size_t{gridDim.x} * kThreads)
         found += !isfinite(to_float(x[i]));
-    if (found) atomicAdd(count, found);  // these are integers, so any order gives the same count
+    if (found)
+        atomicAdd(count, found);  // these are integers, so any order gives the same count
 }
 
 __global__ void __launch_bounds__(kThreads)
     checksum_kernel(unsigned long long* sum, const uint32_t* __restrict__ words, size_t n) {
     unsigned long long part = 0;
-    for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
-        if (words[i]) part += mix64((i + 1) * kGolden + words[i]);
+    for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n;
+         i += size_t{gridDim.x} * kThreads)
+        if (words[i])
+            part += mix64((i + 1) * kGolden + words[i]);
     part = warp_sum(part);
-    if (threadIdx.x % kWarp == 0) atomicAdd(sum, part);
+    if (threadIdx.x % kWarp == 0)
+        atomicAdd(sum, part);
 }
 
 }  // namespace
@@ -66,11 +77,12 @@ __global__ void __launch_bounds__(kThreads)
 // -------------------------------------------------------------------------------------------------
 
 template <bool Square>
-static void reduce(const Cuda& dev, float* out, void* scratch, const float* x, float scale, size_t n) {
+static void reduce(const Cuda& dev, float* out, void* scratch, const float* x, float scale,
+                   size_t n) {
     float* partials = static_cast<float*>(scratch);
     const int blocks = reduce_blocks(dev);
-    const auto kernel =
-        vectorises<float>(n, x) ? partial_sums_kernel<kVec<float>, Square> : partial_sums_kernel<1, Square>;
+    const auto kernel = vectorises<float>(n, x) ? partial_sums_kernel<kVec<float>, Square>
+                                                : partial_sums_kernel<1, Square>;
     kernel<<<blocks, kThreads, 0, dev.stream>>>(partials, x, n);
     LAUNCH_CHECK("partial_sums_kernel");
     final_sum_kernel<<<1, kWarp, 0, dev.stream>>>(out, partials, blocks, scale, Square);
@@ -91,7 +103,8 @@ void global_norm(const Cuda& dev, float* out, void* scratch, const float* x, siz
 
 // Launches a kernel that adds to a counter in `scratch`, and returns the count.
 template <class Kernel, class T>
-static unsigned long long count_with(Kernel kernel, const Cuda& dev, void* scratch, const T* x, size_t n) {
+static unsigned long long count_with(Kernel kernel, const Cuda& dev, void* scratch, const T* x,
+                                     size_t n) {
     unsigned long long *counter = static_cast<unsigned long long*>(scratch), count = 0;
     dev.zero(counter, sizeof *counter);
     kernel<<<reduce_blocks(dev), kThreads, 0, dev.stream>>>(counter, x, n);

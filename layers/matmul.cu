@@ -8,15 +8,18 @@
 // allows. The bias gradient, derived in layers.h, has kernels of our own, which add in a fixed
 // order.
 //
-// cuBLAS is column-major, so our row-major (rows, cols) is its (cols, rows) with leading dimension cols. We ask it for
-// the transposed product, outᵀ = weight·inpᵀ and so on. Every operand is then what lies in memory or its transpose.
+// cuBLAS is column-major, so our row-major (rows, cols) is its (cols, rows) with leading dimension
+// cols. We ask it for the transposed product, outᵀ = weight·inpᵀ and so on. Every operand is then
+// what lies in memory or its transpose.
 //
-// The first call with a shape makes a plan (descriptors and the algorithm), which is kept for the life of the process.
-// cuBLASLt's heuristic proposes several algorithms. Its first is up to 20 % slower than its best, so they race
-// (matmul_race.h). Who wins depends on the moment, but what comes out does not. Split-K algorithms may reduce through
-// the workspace in fp32, which is in order.
+// The first call with a shape makes a plan (descriptors and the algorithm), which is kept for the
+// life of the process. cuBLASLt's heuristic proposes several algorithms. Its first is up to 20 %
+// slower than its best, so they race (matmul_race.h). Who wins depends on the moment, but what
+// comes out does not. Split-K algorithms may reduce through the workspace in fp32, which is in
+// order.
 //
-// Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in fp32.
+// Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in
+// fp32.
 // Limits: any N, C, OC, but odd sizes are slow.
 #include <algorithm>
 #include <compare>
@@ -54,14 +57,17 @@ struct MatmulPlan {
         CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof value));
     }
     void point_to(const MatmulOperands& o) {
-        if (o.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
-        if (o.pre) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
+        if (o.bias)
+            set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
+        if (o.pre)
+            set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
     }
-    cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm, const MatmulOperands& o,
-                       bool accumulate) {
+    cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm,
+                       const MatmulOperands& o, bool accumulate) {
         const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
-        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.addend(), &d, o.d, &d,
-                              &algorithm, dev.workspace, Cuda::kWorkspaceBytes, dev.stream);
+        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.addend(),
+                              &d, o.d, &d, &algorithm, dev.workspace, Cuda::kWorkspaceBytes,
+                              dev.stream);
     }
 };
 
@@ -72,12 +78,9 @@ int alignment(const void* p) {
 
 cublasLtEpilogue_t library_epilogue(Epilogue epilogue) {
     switch (epilogue) {
-        case Epilogue::none:
-            break;
-        case Epilogue::bias:
-            return CUBLASLT_EPILOGUE_BIAS;
-        case Epilogue::bias_gelu:
-            return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+        case Epilogue::none: break;
+        case Epilogue::bias: return CUBLASLT_EPILOGUE_BIAS;
+        case Epilogue::bias_gelu: return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     }
     return CUBLASLT_EPILOGUE_DEFAULT;
 }
@@ -87,16 +90,18 @@ constexpr int kCandidates = 8;
 MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& o) {
     const MatmulProduct& p = key.product;
     const auto type = [](DType t) { return t == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F; };
-    const auto layout = [](cublasLtMatrixLayoutOpaque_t* m, cudaDataType_t t, size_t rows, size_t cols) {
+    const auto layout = [](cublasLtMatrixLayoutOpaque_t* m, cudaDataType_t t, size_t rows,
+                           size_t cols) {
         CUBLAS_CHECK(cublasLtMatrixLayoutInit(m, t, rows, cols, static_cast<int64_t>(rows)));
     };
     MatmulPlan plan;
-    CUBLAS_CHECK(cublasLtMatmulDescInit(&plan.operation, key.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
-                                        CUDA_R_32F));
+    CUBLAS_CHECK(cublasLtMatmulDescInit(
+        &plan.operation, key.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F));
     plan.set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     plan.set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(p.epilogue));
-    if (o.pre) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
+    if (o.pre)
+        plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
     plan.point_to(o);
     if (p.transpose_a)
         layout(&plan.a, type(p.in), p.k, p.rows);
@@ -111,10 +116,12 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
     cublasLtMatmulPreferenceOpaque_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceInit(&preference));
     const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
+        CUBLAS_CHECK(
+            cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, Cuda::kWorkspaceBytes);
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.align_a));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.align_b));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.align_d));
@@ -122,14 +129,18 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
 
     cublasLtMatmulHeuristicResult_t candidates[kCandidates];
     int found = 0;
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(dev.blaslt, &plan.operation, &plan.a, &plan.b, &plan.d,
-                                                                 &plan.d, &preference, kCandidates, candidates, &found);
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(dev.blaslt, &plan.operation, &plan.a, &plan.b, &plan.d,
+                                       &plan.d, &preference, kCandidates, candidates, &found);
     if (status != CUBLAS_STATUS_SUCCESS || found == 0)
-        throw Error(
-            format("cuBLASLt has no algorithm for a %s matmul of %zu x %zu x %zu (pointers aligned to %d, %d and %d "
-                   "bytes) on %s%s",
-                   name_of(p.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d, dev.name.c_str(),
-                   p.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32" : ""));
+        throw Error(format(
+            "cuBLASLt has no algorithm for a %s matmul of %zu x %zu x %zu (pointers aligned to %d, "
+            "%d and %d "
+            "bytes) on %s%s",
+            name_of(p.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d,
+            dev.name.c_str(),
+            p.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32"
+                                               : ""));
     const RunAlgorithm run = [&](int i, const MatmulOperands& x, bool accumulate) {
         return plan.run(dev, candidates[i].algo, x, accumulate) == CUBLAS_STATUS_SUCCESS;
     };
@@ -140,7 +151,8 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
 // X is the type of A, B, bias and pre, and Y the type of D.
 template <class X, class Y = X>
 void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
-    if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
+    if (product.rows == 0 || product.cols == 0 || product.k == 0)
+        return;
     product.in = dtype_of<X>();
     product.out = dtype_of<Y>();
     const PlanKey key = {.product = product,
@@ -151,7 +163,8 @@ void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
                          .align_d = std::min(alignment(o.d), alignment(o.addend()))};
     static std::map<PlanKey, MatmulPlan> plans;
     auto found = plans.find(key);
-    if (found == plans.end()) found = plans.emplace(key, make_plan(dev, key, o)).first;
+    if (found == plans.end())
+        found = plans.emplace(key, make_plan(dev, key, o)).first;
     MatmulPlan& plan = found->second;
     plan.point_to(o);
     CUBLAS_CHECK(plan.run(dev, plan.algorithm, o, product.accumulate));
@@ -160,33 +173,39 @@ void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
 // q's bias gradient, stage 1.
 template <class X, int V>
 __global__ void __launch_bounds__(kColumnThreads)
-    bias_backward_kernel(float* __restrict__ partials, const X* __restrict__ dout, size_t N, int OC, int stride) {
-    column_sums<V, 4>(partials, N, OC, [=](size_t row, int c, float(&sum)[V]) {
+    bias_backward_kernel(float* __restrict__ partials, const X* __restrict__ dout, size_t N, int OC,
+                         int stride) {
+    column_sums<V, 4>(partials, N, OC, [=](size_t row, int c, float (&sum)[V]) {
         const auto dy = load<V>(dout + row * stride + c);
-        for (int i = 0; i < V; i++) sum[i] += dy[i];
+        for (int i = 0; i < V; i++)
+            sum[i] += dy[i];
     });
 }
 
 // out[c] = Σ_r x[r]·weight[r·C + c]. A block owns 32 columns.
 template <class X>
 __global__ void __launch_bounds__(1024)
-    row_times_matrix_kernel(float* __restrict__ out, const float* __restrict__ x, const X* __restrict__ weight, int C) {
+    row_times_matrix_kernel(float* __restrict__ out, const float* __restrict__ x,
+                            const X* __restrict__ weight, int C) {
     const int c = blockIdx.x * kWarp + threadIdx.x % kWarp;
-    const float sum = sum_of_warps(c < C ? C : 0, [=](int r) { return x[r] * to_float(weight[size_t(r) * C + c]); });
-    if (threadIdx.x < kWarp && c < C) out[c] = sum;
+    const float sum = sum_of_warps(
+        c < C ? C : 0, [=](int r) { return x[r] * to_float(weight[size_t(r) * C + c]); });
+    if (threadIdx.x < kWarp && c < C)
+        out[c] = sum;
 }
 
 // -------------------------------------------------------------------------------------------------
 
 void check_sizes(int C, int OC) {
-    if (C < 1 || OC < 1) throw Error(format("matmul: C = %d, OC = %d, expected at least 1", C, OC));
+    if (C < 1 || OC < 1)
+        throw Error(format("matmul: C = %d, OC = %d, expected at least 1", C, OC));
 }
 
 }  // namespace
 
 template <class X>
-void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
-                    const X* residual) {
+void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N,
+                    int C, int OC, const X* residual) {
     check_sizes(C, OC);
     multiply<X>(dev,
                 MatmulProduct{.rows = size_t(OC),
@@ -248,12 +267,14 @@ void matmul_backward(const Cuda& dev, std::type_identity_t<Y>* dinp, float* dwei
 }
 
 template <class X>
-void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
-                       size_t N, int C) {
+void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv,
+                       const float* dprojb, const X* projw, size_t N, int C) {
     check_sizes(C, 3 * C);
-    row_times_matrix_kernel<<<ceil_div(C, kWarp), 1024, 0, dev.stream>>>(dqkvb + 2 * C, dprojb, projw, C);
+    row_times_matrix_kernel<<<ceil_div(C, kWarp), 1024, 0, dev.stream>>>(dqkvb + 2 * C, dprojb,
+                                                                         projw, C);
     LAUNCH_CHECK("row_times_matrix_kernel");
-    if (N == 0) return;
+    if (N == 0)
+        return;
     const bool vector = vectorises<X>(C, dqkv);
     const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
     const int slices = column_sum_slices(dev, C, N);
@@ -311,5 +332,5 @@ size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC)
                                     size_t, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
-template void matmul_backward<bf16, float>(const Cuda&, float*, float*, const bf16*, const bf16*, const bf16*, size_t,
-                                           int, int, bool);
+template void matmul_backward<bf16, float>(const Cuda&, float*, float*, const bf16*, const bf16*,
+                                           const bf16*, size_t, int, int, bool);

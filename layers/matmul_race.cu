@@ -15,15 +15,20 @@ constexpr int kMedian = kRounds / 2;
 
 template <class X>
 __global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool second) {
-    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K; i += size_t(gridDim.x) * kThreads) {
+    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K;
+         i += size_t(gridDim.x) * kThreads) {
         const size_t line = k_inner ? i / K : i % lines, k = k_inner ? i % K : i / lines;
         const bool mirror = set == 0 && k > K - 1 - k;
         const auto h = mix64(mix64(2 * set + second + 1) + line * K + (mirror ? K - 1 - k : k));
         float value = 1.f + (h >> 40) * 0x1p-24f;  // random bits to the last
-        if (h & 1) value = -value;
-        if (mirror && second) value = -value;
-        if (set == 1) value = ldexpf(value, static_cast<int>(h >> 1 & 15) - 8);
-        if (set == 2 && !second && k == mix64(line + 1) % K) value *= 4096.f;
+        if (h & 1)
+            value = -value;
+        if (mirror && second)
+            value = -value;
+        if (set == 1)
+            value = ldexpf(value, static_cast<int>(h >> 1 & 15) - 8);
+        if (set == 2 && !second && k == mix64(line + 1) % K)
+            value *= 4096.f;
         x[i] = X(value);
     }
 }
@@ -52,7 +57,8 @@ float time_of(const Cuda& dev, F run) {
     CUDA_CHECK(cudaEventCreate(&start));
     CUDA_CHECK(cudaEventCreate(&end));
     CUDA_CHECK(cudaEventRecord(start, dev.stream));
-    for (int i = 0; i < 3; i++) run();
+    for (int i = 0; i < 3; i++)
+        run();
     CUDA_CHECK(cudaEventRecord(end, dev.stream));
     CUDA_CHECK(cudaEventSynchronize(end));
     float ms;
@@ -77,29 +83,43 @@ void fill_hostile(const Cuda& dev, void* x, int set, const HostileOperand& opera
     LAUNCH_CHECK("hostile_kernel");
 }
 
-RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o, int count, const RunAlgorithm& run) {
+RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o, int count,
+                const RunAlgorithm& run) {
     RaceResult result = {0, {0}};
-    if (count == 1 || 2. * p.rows * p.cols * p.k < kRaceFlops) return result;
+    if (count == 1 || 2. * p.rows * p.cols * p.k < kRaceFlops)
+        return result;
     for (const void* x : {o.a, o.b, static_cast<const void*>(o.d), static_cast<const void*>(o.pre)})
-        if (reinterpret_cast<uintptr_t>(x) % 4) return result;  // checksums read words
+        if (reinterpret_cast<uintptr_t>(x) % 4)
+            return result;  // checksums read words
     const size_t a_bytes = p.rows * p.k * size_of(p.in), b_bytes = p.k * p.cols * size_of(p.in),
-                 d_bytes = p.rows * p.cols * size_of(p.out), pre_bytes = p.rows * p.cols * size_of(p.in);
-    const auto sum = [&](const void* x, size_t bytes) { return checksum(dev, dev.workspace, x, bytes); };
-    if (!sum(o.a, a_bytes) || !sum(o.b, b_bytes)) return result;
+                 d_bytes = p.rows * p.cols * size_of(p.out),
+                 pre_bytes = p.rows * p.cols * size_of(p.in);
+    const auto sum = [&](const void* x, size_t bytes) {
+        return checksum(dev, dev.workspace, x, bytes);
+    };
+    if (!sum(o.a, a_bytes) || !sum(o.b, b_bytes))
+        return result;
 
-    // The memory holds hostile A and B, and also D if the call's own D holds what the product is added to.
+    // The memory holds hostile A and B, and also D if the call's own D holds what the product is
+    // added to.
     const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
     const bool in_place = p.accumulate && !o.c;
-    const size_t b_at = aligned(a_bytes), d_at = b_at + aligned(b_bytes), bytes = d_at + (in_place ? d_bytes : 0);
-    if (dev.free_bytes() < 2 * bytes) return result;
+    const size_t b_at = aligned(a_bytes), d_at = b_at + aligned(b_bytes),
+                 bytes = d_at + (in_place ? d_bytes : 0);
+    if (dev.free_bytes() < 2 * bytes)
+        return result;
     char* memory;
     try {
         memory = static_cast<char*>(dev.alloc(bytes));
-    } catch (const OutOfMemory&) { return result; }
+    } catch (const OutOfMemory&) {
+        return result;
+    }
     MatmulOperands own = o;
-    if (in_place) own.d = memory + d_at;
+    if (in_place)
+        own.d = memory + d_at;
     MatmulOperands hostile = own;
-    hostile.a = memory, hostile.b = memory + b_at, hostile.c = nullptr;  // the same in every process
+    // the same in every process
+    hostile.a = memory, hostile.b = memory + b_at, hostile.c = nullptr;
 
     // What algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those
     // that split K may add D before their parts or behind them.
@@ -118,7 +138,8 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
         return Outcomes{.written = written, .added = added};
     };
     std::vector<int>& equal = result.equal;
-    for (int i = 1; i < count; i++) equal.push_back(i);
+    for (int i = 1; i < count; i++)
+        equal.push_back(i);
     for (int set = 0; set <= kHostileSets && equal.size() > 1; set++) {
         const bool hostile_set = set < kHostileSets;
         if (hostile_set) {
@@ -137,15 +158,18 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
         }
         const MatmulOperands& x = hostile_set ? hostile : own;
         const Outcomes expected = outcome(0, x);
-        equal.erase(std::remove_if(equal.begin() + 1, equal.end(), [&](int i) { return outcome(i, x) != expected; }),
+        equal.erase(std::remove_if(equal.begin() + 1, equal.end(),
+                                   [&](int i) { return outcome(i, x) != expected; }),
                     equal.end());
     }
-    // They take turns, because the GPU slows down while it gets warm. The median of a candidate's times counts.
+    // They take turns, because the GPU slows down while it gets warm. The median of a candidate's
+    // times counts.
     std::vector<std::array<float, kRounds>> times(equal.size());
     for (int round = 0; round < kRounds && equal.size() > 1; round++)
         for (size_t k = 0; k < equal.size(); k++)
             times[k][round] = time_of(dev, [&] { run(equal[k], own, p.accumulate); });
-    for (auto& t : times) std::sort(t.begin(), t.end());
+    for (auto& t : times)
+        std::sort(t.begin(), t.end());
     const auto fastest = std::min_element(times.begin(), times.end(),
                                           [](auto& a, auto& b) { return a[kMedian] < b[kMedian]; });
     result.fastest = equal[fastest - times.begin()];

@@ -1,15 +1,17 @@
-// The race among algorithms for one matrix product. It picks the fastest of those that compute the bits of the first.
-// It is internal to matmul.cu, but a file of its own so that a test can feed the race algorithms of its own.
+// The race among algorithms for one matrix product. It picks the fastest of those that compute the
+// bits of the first. It is internal to matmul.cu, but a file of its own so that a test can feed the
+// race algorithms of its own.
 //
-// The promise is that every process computes the bits of the first algorithm, which is the library's first proposal.
-// That depends on the GPU model, the driver, the library, the product and its operands' alignment, and on nothing that
-// changes from run to run. The others take part only if they give the same bits on hostile operands and on the call's
-// own, each with beta = 0 and 1. The hostile operands are the same in every process. So the clock decides the speed
-// alone.
+// The promise is that every process computes the bits of the first algorithm, which is the
+// library's first proposal. That depends on the GPU model, the driver, the library, the product and
+// its operands' alignment, and on nothing that changes from run to run. The others take part only
+// if they give the same bits on hostile operands and on the call's own, each with beta = 0 and 1.
+// The hostile operands are the same in every process. So the clock decides the speed alone.
 //
-// An algorithm that adds in another order could pass only by rounding alike in every element of all these results. The
-// first wins where nothing can be compared (a small product, too little memory, an operand that is all 0). It is every
-// other process's reference too, so a resumed run with more memory, or other values, has the same bits.
+// An algorithm that adds in another order could pass only by rounding alike in every element of all
+// these results. The first wins where nothing can be compared (a small product, too little memory,
+// an operand that is all 0). It is every other process's reference too, so a resumed run with more
+// memory, or other values, has the same bits.
 #pragma once
 #include <compare>
 #include <functional>

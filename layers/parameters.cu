@@ -3,9 +3,10 @@
 //   init_normal:  x[i]   = mean + σ·z(seed, first + i),  z ~ N(0, 1)
 //   convert:      out[i] = To(in[i])
 //
-// z is computed from its index alone (common/random.h), so that every rank can fill just its own part, and in double, so
-// that the logarithm and the cosine of every machine round to the same float, up to one unit in the last place. One
-// thread takes one element; a model of 1.6 billion parameters is filled in a fraction of a second.
+// z is computed from its index alone (common/random.h), so that every rank can fill just its own
+// part, and in double, so that the logarithm and the cosine of every machine round to the same
+// float, up to one unit in the last place. One thread takes one element; a model of 1.6 billion
+// parameters is filled in a fraction of a second.
 //
 // Writes: every element.  Limits: any n and alignment.
 #include "common/random.h"
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kThreads) convert_kernel(To* out, const From* 
 }  // namespace
 
 template <class X>
-void init_normal(const Cuda& dev, X* x, size_t n, double mean, double sigma, uint64_t seed, size_t first) {
+void init_normal(const Cuda& dev, X* x, size_t n, double mean, double sigma, uint64_t seed,
+                 size_t first) {
     const int blocks = kBlocksPerSM * dev.num_sms;
     init_normal_kernel<<<blocks, kThreads, 0, dev.stream>>>(x, n, mean, sigma, seed, first);
     LAUNCH_CHECK("init_normal_kernel");

@@ -1,8 +1,10 @@
-// Collectives over NCCL. If the Makefile finds no nccl.h, every call of it is an Error that says so.
+// Collectives over NCCL. If the Makefile finds no nccl.h, every call of it is an Error that says
+// so.
 //
-// NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
-// still queue. Two events order it after the compute stream, and the compute stream after it. Both become edges when
-// the step is captured as a CUDA graph. Such a graph must be destroyed first, because ncclCommDestroy waits for it.
+// NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors
+// while backward's many still queue. Two events order it after the compute stream, and the compute
+// stream after it. Both become edges when the step is captured as a CUDA graph. Such a graph must
+// be destroyed first, because ncclCommDestroy waits for it.
 #include <algorithm>
 #include <exception>
 
@@ -15,15 +17,19 @@ static std::string nccl_error(ncclResult_t status, ncclComm* comm) {
     return format("NCCL: %s: %s", ncclGetErrorString(status), more ? more : "");
 }
 static void nccl_check(ncclResult_t status, const char* file, int line, const char* what) {
-    if (status == ncclSuccess) return;
+    if (status == ncclSuccess)
+        return;
     const std::string error = nccl_error(status, nullptr);
-    throw Error(format("%s:%d: %s in %s (NCCL_DEBUG=INFO says more)", file, line, error.c_str(), what));
+    throw Error(
+        format("%s:%d: %s in %s (NCCL_DEBUG=INFO says more)", file, line, error.c_str(), what));
 }
 #define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
 #else
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-#define NCCL_CHECK(call) \
-    throw Error("built without NCCL, which several GPUs need: install libnccl-dev or give make NCCL_HOME=…")
+#define NCCL_CHECK(call)                                                                 \
+    throw Error(                                                                         \
+        "built without NCCL, which several GPUs need: install libnccl-dev or give make " \
+        "NCCL_HOME=…")
 using ncclUniqueId = char[128];
 #endif
 static constexpr size_t kStageBytes = 64 << 10;
@@ -39,14 +45,16 @@ std::string NcclComm::new_id() {
     return std::string(reinterpret_cast<char*>(&id), sizeof id);
 }
 
-NcclComm::NcclComm(const Cuda& dev, int rank, int size, const std::string& id) : rank(rank), size(size), dev_(dev) {
+NcclComm::NcclComm(const Cuda& dev, int rank, int size, const std::string& id)
+    : rank(rank), size(size), dev_(dev) {
     ncclUniqueId nccl_id = {};
     id.copy(reinterpret_cast<char*>(&nccl_id), sizeof nccl_id);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, nccl_id, rank));
     begin();
 }
 
-NcclComm::NcclComm(NcclComm& all, int first, int count) : rank(all.rank - first), size(count), dev_(all.dev_) {
+NcclComm::NcclComm(NcclComm& all, int first, int count)
+    : rank(all.rank - first), size(count), dev_(all.dev_) {
     NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
     begin();
 }
@@ -64,8 +72,10 @@ std::string NcclComm::error() const {
 #ifdef HAVE_NCCL
     ncclResult_t error = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);
-    if (asked != ncclSuccess) error = asked;
-    if (error != ncclSuccess && error != ncclInProgress) return nccl_error(error, comm_);
+    if (asked != ncclSuccess)
+        error = asked;
+    if (error != ncclSuccess && error != ncclInProgress)
+        return nccl_error(error, comm_);
 #endif
     return "";
 }
@@ -94,8 +104,9 @@ void NcclComm::join() {
     CUDA_CHECK(cudaStreamWaitEvent(dev_.stream, done_, 0));
 }
 
-// A kernel that fills the GPU, as attention's does, keeps NCCL's blocks waiting if it comes first, and they are an event
-// later. No running block gives way. So the compute stream pauses, for about as long as a launch takes.
+// A kernel that fills the GPU, as attention's does, keeps NCCL's blocks waiting if it comes first,
+// and they are an event later. No running block gives way. So the compute stream pauses, for about
+// as long as a launch takes.
 void NcclComm::head_start() {
     dev_.pause(5000);
 }
@@ -112,7 +123,8 @@ void NcclComm::reduce_scatter(float* out, const float* x, size_t n) {
     NCCL_CHECK(ncclReduceScatter(x, out, n, ncclFloat, ncclSum, comm_, stream_));
 }
 void NcclComm::all_gather_bytes(void* x, size_t bytes) {
-    NCCL_CHECK(ncclAllGather(static_cast<char*>(x) + rank * bytes, x, bytes, ncclChar, comm_, stream_));
+    NCCL_CHECK(
+        ncclAllGather(static_cast<char*>(x) + rank * bytes, x, bytes, ncclChar, comm_, stream_));
 }
 void NcclComm::broadcast(void* x, size_t bytes) {
     NCCL_CHECK(ncclBroadcast(x, x, bytes, ncclChar, 0, comm_, stream_));
@@ -124,15 +136,18 @@ void NcclComm::recv(int from, void* x, size_t bytes) {
     NCCL_CHECK(ncclRecv(x, bytes, ncclChar, from, comm_, stream_));
 }
 
-// Only this stream uses the stage, so the compute stream need not wait. What was called before it is done first.
+// Only this stream uses the stage, so the compute stream need not wait. What was called before it
+// is done first.
 void NcclComm::host_all_gather(void* all, size_t bytes) {
     char* const host = static_cast<char*>(all);
     const size_t most = kStageBytes / size;
     for (size_t at = 0; at < bytes; at += most) {
         const size_t n = std::min(most, bytes - at);
-        CUDA_CHECK(cudaMemcpyAsync(stage_ + rank * n, host + rank * bytes + at, n, cudaMemcpyHostToDevice, stream_));
+        CUDA_CHECK(cudaMemcpyAsync(stage_ + rank * n, host + rank * bytes + at, n,
+                                   cudaMemcpyHostToDevice, stream_));
         all_gather_bytes(stage_, n);
-        CUDA_CHECK(cudaMemcpy2DAsync(host + at, bytes, stage_, n, n, size, cudaMemcpyDeviceToHost, stream_));
+        CUDA_CHECK(cudaMemcpy2DAsync(host + at, bytes, stage_, n, n, size, cudaMemcpyDeviceToHost,
+                                     stream_));
     }
     CUDA_CHECK(cudaStreamSynchronize(stream_));
 }

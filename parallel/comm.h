@@ -1,9 +1,10 @@
-// The collectives of the seam. NCCL runs on a stream of its own, so that gradients are summed over the ranks while
-// backward goes on. All `size` ranks make the same calls in the same order. Tests have the same list for threads
-// (dev/common/thread_comm.h). x, out and what is sent are device memory.
+// The collectives of the seam. NCCL runs on a stream of its own, so that gradients are summed over
+// the ranks while backward goes on. All `size` ranks make the same calls in the same order. Tests
+// have the same list for threads (dev/common/thread_comm.h). x, out and what is sent are device
+// memory.
 //
-// Sums have the same bits on all ranks, and on every run with the same machine and number of ranks. NCCL's manual does
-// not promise it, so dev/test_comm checks.
+// Sums have the same bits on all ranks, and on every run with the same machine and number of ranks.
+// NCCL's manual does not promise it, so dev/test_comm checks.
 #pragma once
 #include <functional>
 #include <string>
@@ -16,18 +17,22 @@ class NcclComm {
   public:
     // All of these throw Error if this program was built without NCCL.
     static std::string version();
-    static std::string new_id();  // rank 0's, for all; random, so that no other job's ranks can know it
+    // rank 0's, for all; random, so that no other job's ranks can know it
+    static std::string new_id();
     NcclComm(const Cuda& dev, int rank, int size, const std::string& id);
-    // Of `count` of all ranks, from `first` on, with a stream of its own. Every rank makes one, for its own part.
+    // Of `count` of all ranks, from `first` on, with a stream of its own. Every rank makes one, for
+    // its own part.
     NcclComm(NcclComm& all, int first, int count);
     ~NcclComm();
     NcclComm(const NcclComm&) = delete;
     const int rank, size;
 
-    void fork();        // what is called from here on waits for the device's work so far …
-    void join();        // … and the device's further work waits for it
-    void head_start();  // the device's further work begins a little later than what was called (see comm.cu)
-    void group(const std::function<void()>& calls);  // many calls as one, which NCCL starts together
+    void fork();  // what is called from here on waits for the device's work so far …
+    void join();  // … and the device's further work waits for it
+    // the device's further work begins a little later than what was called (see comm.cu)
+    void head_start();
+    // many calls as one, which NCCL starts together
+    void group(const std::function<void()>& calls);
 
     void all_reduce(float* x, size_t n);  // x ← Σ over ranks of x
     // x has size parts of n elements, and out (n) ← Σ over ranks of part `rank` of their x.
@@ -36,8 +41,9 @@ class NcclComm {
     void all_gather(X* x, size_t n) {
         all_gather_bytes(x, n * sizeof(X));
     }
-    void broadcast(void* x, size_t bytes);           // x ← rank 0's x
-    void send(int to, const void* x, size_t bytes);  // between two ranks, which call nobody else meanwhile
+    void broadcast(void* x, size_t bytes);  // x ← rank 0's x
+    // between two ranks, which call nobody else meanwhile
+    void send(int to, const void* x, size_t bytes);
     void recv(int from, void* x, size_t bytes);
     template <class X>  // sends n elements to one rank and receives m from one
     void send_recv(int to, const X* send_x, size_t n, int from, X* recv_x, size_t m) {
@@ -46,9 +52,11 @@ class NcclComm {
             recv(from, recv_x, m * sizeof(X));
         });
     }
-    // For host memory. `all` has size parts of so many bytes, and part r ← rank r's part r. It returns when that is done.
+    // For host memory. `all` has size parts of so many bytes, and part r ← rank r's part r. It
+    // returns when that is done.
     void host_all_gather(void* all, size_t bytes);
-    std::string error() const;  // what NCCL noticed by itself, "" if all is well; any thread may ask while this lives
+    // what NCCL noticed by itself, "" if all is well; any thread may ask while this lives
+    std::string error() const;
 
   private:
     const Cuda& dev_;

@@ -12,7 +12,7 @@ struct ProcessGroup {
     int size = 1;
     int local_rank = 0;  // among the ranks of this machine
     int local_size = 1;
-    std::string nccl_id;  // what rendezvous() agrees on
+    std::string nccl_id;                 // what rendezvous() agrees on
     std::unique_ptr<Watchdog> watchdog;  // of a rank that others wait for
 
     ProcessGroup() = default;  // a single process
@@ -26,7 +26,7 @@ struct ProcessGroup {
 
     bool prints() const { return rank == 0; }
 
-    // The GPU of this rank, on a machine with `gpus` visible ones. A launcher may show each rank only
-    // its own.
+    // The GPU of this rank, on a machine with `gpus` visible ones. A launcher may show each rank
+    // only its own.
     int device(int gpus) const;
 };

@@ -1,10 +1,12 @@
-// The ranks of a job, connected by NCCL. In data parallel training rank r of n trains on micro-batches r, r + n, … of
-// every step, and gradients are summed over the ranks. If the optimizer is sharded (parallel/shards.h), a rank gets
-// only its share of the summed gradients. It keeps optimizer state and updates parameters for that share alone, and
-// then all ranks gather the parameters. run/collectives.h has these calls for a model.
+// The ranks of a job, connected by NCCL. In data parallel training rank r of n trains on
+// micro-batches r, r + n, … of every step, and gradients are summed over the ranks. If the
+// optimizer is sharded (parallel/shards.h), a rank gets only its share of the summed gradients. It
+// keeps optimizer state and updates parameters for that share alone, and then all ranks gather the
+// parameters. run/collectives.h has these calls for a model.
 //
-// In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
-// of every sequence (attention/ring/ring.h), and a group reads the batches that a single rank would read otherwise.
+// In context parallel training groups of `context` neighbouring ranks share their sequences. Each
+// rank has two chunks of every sequence (attention/ring/ring.h), and a group reads the batches that
+// a single rank would read otherwise.
 #pragma once
 #include <unistd.h>
 
@@ -67,7 +69,8 @@ struct Ranks {
     }
 };
 
-// Makes communication calls that wait for the device's work so far, and that its further work waits for.
+// Makes communication calls that wait for the device's work so far, and that its further work waits
+// for.
 template <class Comm, class F>
 void in_order(Comm& comm, F calls) {
     comm.fork();
@@ -75,7 +78,8 @@ void in_order(Comm& comm, F calls) {
     comm.join();
 }
 
-// Connects the ranks of a process group by NCCL. The watchdog ends this rank if NCCL finds an error.
+// Connects the ranks of a process group by NCCL. The watchdog ends this rank if NCCL finds an
+// error.
 template <class Dev>
 Ranks<Dev> connect(const Dev& dev, const ProcessGroup& group, int context) {
     using Comm = typename Dev::Comm;
@@ -92,15 +96,16 @@ Ranks<Dev> connect(const Dev& dev, const ProcessGroup& group, int context) {
         dog->ask(nullptr);
         delete comm;
     };
-    ranks.comm = std::shared_ptr<Comm>(new Comm(dev, group.rank, group.size, group.nccl_id), forget);
+    ranks.comm =
+        std::shared_ptr<Comm>(new Comm(dev, group.rank, group.size, group.nccl_id), forget);
     if (context > 1)
         ranks.context_comm = std::make_shared<Comm>(*ranks.comm, ranks.group() * context, context);
     ranks.watchdog->ask([comm = ranks.comm.get()] { return comm->error(); });
     return ranks;
 }
 
-// Runs the body of a rank. If it throws in one of several, the process ends with its message. Nothing is unwound,
-// because destructors would wait for other ranks.
+// Runs the body of a rank. If it throws in one of several, the process ends with its message.
+// Nothing is unwound, because destructors would wait for other ranks.
 template <class Dev, class F>
 int as_rank(const Ranks<Dev>& ranks, F body) {
     try {

@@ -1,5 +1,5 @@
-// Rank 0 hears everybody who connects, and answers only who says the job's name. It never waits for one of them, so a
-// stranger that is silent holds up nobody.
+// Rank 0 hears everybody who connects, and answers only who says the job's name. It never waits for
+// one of them, so a stranger that is silent holds up nobody.
 #include "parallel/rendezvous.h"
 
 #include <netdb.h>
@@ -17,8 +17,9 @@
 
 namespace {
 
-// A rank says names and values of fields, with a zero behind each. Before them come the job's name and its rank. Rank 0
-// answers with a mark, what is wrong, a zero and its blob. Who has said all closes that direction.
+// A rank says names and values of fields, with a zero behind each. Before them come the job's name
+// and its rank. Rank 0 answers with a mark, what is wrong, a zero and its blob. Who has said all
+// closes that direction.
 const std::string kMark = "gpt2 ranks: ";
 
 struct Socket {
@@ -30,14 +31,16 @@ struct Socket {
 
     // Failures need no check. The other side will miss what was not sent.
     void say(const std::string& all) const {
-        if (send(fd, all.data(), all.size(), MSG_NOSIGNAL) > 0) shutdown(fd, SHUT_WR);
+        if (send(fd, all.data(), all.size(), MSG_NOSIGNAL) > 0)
+            shutdown(fd, SHUT_WR);
     }
     // Takes what has come, without waiting, and returns whether that is all.
     bool hear() {
         char more[4096];
         while (heard.size() < 1 << 18) {  // else it is too long
             const ssize_t n = recv(fd, more, sizeof more, MSG_DONTWAIT);
-            if (n <= 0) return n == 0 || errno != EAGAIN;
+            if (n <= 0)
+                return n == 0 || errno != EAGAIN;
             heard.append(more, n);
         }
         return true;
@@ -52,16 +55,20 @@ Fields fields_of(const std::string& hello) {
     return all;
 }
 
-// Where a host's port may be. localhost is one address, so that rank 0 and the others mean the same.
-std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, int port, int flags) {
+// Where a host's port may be. localhost is one address, so that rank 0 and the others mean the
+// same.
+std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, int port,
+                                                       int flags) {
     addrinfo hints = {}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags;
-    getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(), std::to_string(port).c_str(), &hints, &found);
+    getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(), std::to_string(port).c_str(),
+                &hints, &found);
     return {found, freeaddrinfo};
 }
 
-// The fields in which ranks differ from rank 0. Programs with other names of fields differ in the field "program".
+// The fields in which ranks differ from rank 0. Programs with other names of fields differ in the
+// field "program".
 std::string differences(const std::vector<Fields>& ranks) {
     std::string all;
     for (size_t i = 1; i < ranks[0].size(); i++)
@@ -69,26 +76,33 @@ std::string differences(const std::vector<Fields>& ranks) {
             const auto& [name, first] = ranks[0][i];
             const std::string value = i < r.size() ? r[i].value : "";
             if (value != first && all.size() < 10000)
-                all += format("; %s: rank %s has \"%s\", rank 0 has \"%s\"", name.c_str(), r[0].value.c_str(),
-                              value.c_str(), first.c_str());
+                all += format("; %s: rank %s has \"%s\", rank 0 has \"%s\"", name.c_str(),
+                              r[0].value.c_str(), value.c_str(), first.c_str());
         }
-    return all.empty() ? "" : "the ranks of a job must have the same program, arguments and data" + all;
+    return all.empty() ? ""
+                       : "the ranks of a job must have the same program, arguments and data" + all;
 }
 
 // Rank 0's part. Returns what it has answered to all.
-std::string answer_all(const Place& place, const std::string& me, const std::string& blob, double patience) {
+std::string answer_all(const Place& place, const std::string& me, const std::string& blob,
+                       double patience) {
     const Socket listener(listen_at(place.address, place.port));
     std::vector<Fields> ranks(place.size);  // what they have said
     ranks[0] = fields_of(me);
     std::list<Socket> guests, members;  // who have not said all, and the ranks that have
     std::string missing, refused = "nobody";
-    for (const double deadline = now() + patience; members.size() + 1 < ranks.size() && now() < deadline;) {
+    for (const double deadline = now() + patience;
+         members.size() + 1 < ranks.size() && now() < deadline;) {
         pollfd p = {listener.fd, POLLIN, 0};
-        if (poll(&p, 1, 10) > 0) guests.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
-        if (guests.size() > 256) guests.pop_front();  // the one that has been silent for the longest
+        if (poll(&p, 1, 10) > 0)
+            guests.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
+        // the one that has been silent for the longest
+        if (guests.size() > 256)
+            guests.pop_front();
         for (auto next = guests.begin(); next != guests.end();) {
             const auto guest = next++;
-            if (!guest->hear()) continue;
+            if (!guest->hear())
+                continue;
             const Fields hello = fields_of(guest->heard);
             const bool ours = !hello.empty() && hello[0].name == place.job;
             const int rank = ours ? std::atoi(hello[0].value.c_str()) : -1;
@@ -97,23 +111,32 @@ std::string answer_all(const Place& place, const std::string& me, const std::str
                 members.splice(members.end(), guests, guest);
                 continue;
             }
-            refused = ours ? format("rank %d is one too many; start all with the same number, each rank once", rank)
-                           : "one came without this job's name; set one GPT2_JOB for all ranks";
-            if (ours) guest->say(kMark + refused);
+            refused =
+                ours
+                    ? format(
+                          "rank %d is one too many; start all with the same number, each rank once",
+                          rank)
+                    : "one came without this job's name; set one GPT2_JOB for all ranks";
+            if (ours)
+                guest->say(kMark + refused);
             guests.erase(guest);
         }
     }
     for (int r = 0; r < place.size; r++)
-        if (ranks[r].empty()) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-    std::string answer = format("of %d ranks these did not come to port %d in %.0f s: %s; refused: %s", place.size,
-                                place.port, patience, missing.c_str(), refused.c_str());
-    if (missing.empty()) answer = differences(ranks) + '\0' + blob;
-    for (const Socket& s : members) s.say(kMark + answer);
+        if (ranks[r].empty())
+            missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+    std::string answer =
+        format("of %d ranks these did not come to port %d in %.0f s: %s; refused: %s", place.size,
+               place.port, patience, missing.c_str(), refused.c_str());
+    if (missing.empty())
+        answer = differences(ranks) + '\0' + blob;
+    for (const Socket& s : members)
+        s.say(kMark + answer);
     return answer;
 }
 
-// Connects a non-blocking socket. Returns 0, or why that failed. Where a firewall drops what we send,
-// connect() by itself would wait for two minutes.
+// Connects a non-blocking socket. Returns 0, or why that failed. Where a firewall drops what we
+// send, connect() by itself would wait for two minutes.
 int connect_within(double seconds, int fd, const addrinfo& to) {
     const double deadline = now() + seconds;
     if (connect(fd, to.ai_addr, to.ai_addrlen) == 0)
@@ -134,8 +157,9 @@ int connect_within(double seconds, int fd, const addrinfo& to) {
     return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) ? errno : error;
 }
 
-// The other ranks' part. Returns what rank 0 answers when all have come, or when its patience has ended. Rank 0 may start
-// later than we. Until then others may answer at its port, or a socket that connects to itself.
+// The other ranks' part. Returns what rank 0 answers when all have come, or when its patience has
+// ended. Rank 0 may start later than we. Until then others may answer at its port, or a socket that
+// connects to itself.
 std::string ask_first(const Place& place, const std::string& me, double patience) {
     std::string why = "there is no such host";
     for (const double deadline = now() + patience; now() < deadline; usleep(50000)) {
@@ -150,40 +174,53 @@ std::string ask_first(const Place& place, const std::string& me, double patience
             }
             why = "what answers there is not rank 0 of this job, or it has failed";
             s.say(me);
-            while (!s.hear() && now() < deadline + patience) usleep(10000);
-            if (s.heard.rfind(kMark, 0) == 0) return s.heard.substr(kMark.size());
+            while (!s.hear() && now() < deadline + patience)
+                usleep(10000);
+            if (s.heard.rfind(kMark, 0) == 0)
+                return s.heard.substr(kMark.size());
         }
     }
-    throw Error(format("cannot reach rank 0 at %s port %d: %s; check MASTER_ADDR, MASTER_PORT and GPT2_JOB",
-                       place.address.c_str(), place.port, why.c_str()));
+    throw Error(
+        format("cannot reach rank 0 at %s port %d: %s; check MASTER_ADDR, MASTER_PORT and GPT2_JOB",
+               place.address.c_str(), place.port, why.c_str()));
 }
 
 }  // namespace
 
-std::string rendezvous(const Place& place, const Fields& fields, const std::string& blob, double patience) {
-    if (place.size == 1) return blob;
-    Fields all = {{place.job, std::to_string(place.rank)}, {"number of ranks", std::to_string(place.size)}};
+std::string rendezvous(const Place& place, const Fields& fields, const std::string& blob,
+                       double patience) {
+    if (place.size == 1)
+        return blob;
+    Fields all = {{place.job, std::to_string(place.rank)},
+                  {"number of ranks", std::to_string(place.size)}};
     all.insert(all.end(), fields.begin(), fields.end());
     std::string me;
-    for (const auto& [name, value] : all) me += name + '\0' + value + '\0';
-    const std::string answer = place.rank == 0 ? answer_all(place, me, blob, patience) : ask_first(place, me, patience);
+    for (const auto& [name, value] : all)
+        me += name + '\0' + value + '\0';
+    const std::string answer =
+        place.rank == 0 ? answer_all(place, me, blob, patience) : ask_first(place, me, patience);
     std::string wrong = answer.c_str();  // up to the zero
-    if (wrong.empty()) return answer.substr(1);
+    if (wrong.empty())
+        return answer.substr(1);
     for (char& c : wrong)
-        if (c < ' ' || c > '~') c = '?';  // others may have sent it
+        if (c < ' ' || c > '~')
+            c = '?';  // others may have sent it
     throw Error(wrong);
 }
 
 int listen_at(const std::string& address, int port) {
     auto found = look_up(address, port, AI_NUMERICHOST);
-    if (!found) found = look_up("0.0.0.0", port, AI_NUMERICHOST);
+    if (!found)
+        found = look_up("0.0.0.0", port, AI_NUMERICHOST);
     const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     const int on = 1;  // lets us take a port whose last connections have only just closed
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 1024) == 0) return fd;
+    if (bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 1024) == 0)
+        return fd;
     const std::string why = std::strerror(errno);
     close(fd);
     throw Error(
-        format("cannot listen on port %d of %s: %s; set MASTER_ADDR to this host and MASTER_PORT to a free port", port,
-               address.c_str(), why.c_str()));
+        format("cannot listen on port %d of %s: %s; set MASTER_ADDR to this host and MASTER_PORT "
+               "to a free port",
+               port, address.c_str(), why.c_str()));
 }

@@ -1,8 +1,9 @@
-// Who owns which part of the parameters when the optimizer is sharded (ZeRO-1, Rajbhandari et al. 2020).
+// Who owns which part of the parameters when the optimizer is sharded (ZeRO-1, Rajbhandari et al.
+// 2020).
 //
-// Rank r's share is part r of n of every tensor, or of each layer's part of a tensor whose gradients
-// are summed layer by layer. The gradients and the optimizer's state of a share are stored back to
-// back, in the order of the parameters.
+// Rank r's share is part r of n of every tensor, or of each layer's part of a tensor whose
+// gradients are summed layer by layer. The gradients and the optimizer's state of a share are
+// stored back to back, in the order of the parameters.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -14,7 +15,8 @@ inline bool can_shard(int C, int ranks) {
     return C % (4 * ranks) == 0;
 }
 
-// With --overlap the gradients of matmul weights are summed as soon as backward has finished a layer.
+// With --overlap the gradients of matmul weights are summed as soon as backward has finished a
+// layer.
 inline bool summed_by_layer(const TensorSpec& tensor, bool overlap) {
     return overlap && tensor.is_matrix() && tensor.layers > 0;
 }

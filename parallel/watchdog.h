@@ -1,5 +1,5 @@
-// Ends this rank when it hangs, whatever its main thread and its GPU wait for. A collective whose other ranks are gone
-// never ends, so this also ends the ranks that a dead one leaves behind.
+// Ends this rank when it hangs, whatever its main thread and its GPU wait for. A collective whose
+// other ranks are gone never ends, so this also ends the ranks that a dead one leaves behind.
 #pragma once
 #include <unistd.h>
 
@@ -14,7 +14,8 @@
 inline std::atomic<int> g_step{0};  // at work, for the message
 inline std::atomic<uint64_t> g_progress{0};
 
-// Tells the watchdog that work goes on: after every layer, evaluated batch, sampled token and piece of a checkpoint.
+// Tells the watchdog that work goes on: after every layer, evaluated batch, sampled token and piece
+// of a checkpoint.
 inline void note_progress() {
     g_progress++;
 }
@@ -41,7 +42,8 @@ class Watchdog {
         allowed_ = seconds;
         note_progress();
     }
-    // The watching thread asks for an error too, "" if there is none. Once ask(nullptr) returns, nobody asks any more.
+    // The watching thread asks for an error too, "" if there is none. Once ask(nullptr) returns,
+    // nobody asks any more.
     void ask(std::function<std::string()> error) {
         const std::lock_guard<std::mutex> lock(mutex_);
         error_ = std::move(error);
@@ -57,12 +59,16 @@ class Watchdog {
         for (double idle = 0;; idle += 0.1) {
             usleep(100000);
             const std::lock_guard<std::mutex> lock(mutex_);
-            if (allowed_ < 0) return;
-            if (g_progress != seen) idle = 0;
+            if (allowed_ < 0)
+                return;
+            if (g_progress != seen)
+                idle = 0;
             seen = g_progress;
             std::string wrong = error_ ? error_() : "";
-            if (allowed_ > 0 && idle > allowed_) wrong = format("no progress for %.0f s", allowed_);
-            if (wrong.empty()) continue;
+            if (allowed_ > 0 && idle > allowed_)
+                wrong = format("no progress for %.0f s", allowed_);
+            if (wrong.empty())
+                continue;
             print_error("train_gpt2cu: " + title_() + ": " + wrong + "; the job ends");
             _exit(1);
         }

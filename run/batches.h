@@ -7,8 +7,8 @@
 #include "data/loader.h"
 #include "run/settings.h"
 
-// Reads a micro-batch: tokens, then targets. All ranks of a context parallel group read the same sequences, and each
-// keeps its own tokens of them.
+// Reads a micro-batch: tokens, then targets. All ranks of a context parallel group read the same
+// sequences, and each keeps its own tokens of them.
 template <class Model>
 void next_tokens(const Model& m, int* host, Loader& loader) {
     const size_t N = m.sizes.N;
@@ -22,7 +22,8 @@ void next_tokens(const Model& m, int* host, Loader& loader) {
     for (int part = 0; part < 2; part++)
         for (int b = 0; b < m.B; b++)
             for (int t = 0; t < m.T; t++)
-                host[part * N + size_t(b) * m.T + t] = whole[part * all + size_t(b) * m.sequence() + at.of(t)];
+                host[part * N + size_t(b) * m.T + t] =
+                    whole[part * all + size_t(b) * m.sequence() + at.of(t)];
 }
 
 template <class Model>
@@ -33,8 +34,9 @@ class Batches {
           same_for_ever_(o.overfit),
           loader_(data, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
         if (loader_.windows() < uint64_t(o.B))
-            throw Error(format("%s: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
-                               data.name.c_str(), loader_.windows(), o.T, o.B));
+            throw Error(
+                format("%s: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
+                       data.name.c_str(), loader_.windows(), o.T, o.B));
         const size_t ints = size_t(model.micro_steps) * model.batch_ints();
         memory_ = static_cast<int*>(model.dev.alloc_host(2 * ints * sizeof(int)));
         current_ = memory_;
@@ -54,8 +56,8 @@ class Batches {
         return current_;
     }
 
-    // Prepares the next step's, unless this is the last one. Everything of the current step has been read by then, so
-    // this is where a checkpoint of it goes on.
+    // Prepares the next step's, unless this is the last one. Everything of the current step has
+    // been read by then, so this is where a checkpoint of it goes on.
     void prepare_next(bool is_last) {
         if (same_for_ever_)
             return;

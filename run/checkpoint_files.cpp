@@ -1,7 +1,7 @@
 // llm.c's model files and our training state.
 //
-// A state file is a text head and bytes. The head has a line "name: value" for each of these, in this order, and ends
-// with an empty line:
+// A state file is a text head and bytes. The head has a line "name: value" for each of these, in
+// this order, and ends with an empty line:
 //
 //   gpt2 training state, version 2
 //   identity model: L=12 NH=12 …        what must be the same to resume, one line for each field
@@ -22,14 +22,16 @@
 #include <regex>
 #include <set>
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+              "checkpoints are written as they lie in memory");
 
 // -------------------------------------------------------------------------------------------------
 // llm.c's model files
 
 size_t Config::num_parameters() const {
     const size_t c = static_cast<size_t>(C), norm = 2 * c;
-    const size_t qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c, fcproj = 4 * c * c + c;
+    const size_t qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c,
+                 fcproj = 4 * c * c + c;
     return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
@@ -39,20 +41,26 @@ ModelHeader read_model_header(const std::string& path) {
     int32_t h[kHeaderInts];
     file.read(0, h, kHeaderBytes);
     constexpr char kModel[] = "give a model_….bin of this program or of a current llm.c";
-    if (h[0] != kModelMagic) refuse(path, "wrong magic at offset 0", kModelMagic, h[0], kModel);
-    if (h[1] != 3 && h[1] != 5) refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1], kModel);
-    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, {h[2], h[3], h[7], h[4], h[5], h[6]}};
+    if (h[0] != kModelMagic)
+        refuse(path, "wrong magic at offset 0", kModelMagic, h[0], kModel);
+    if (h[1] != 3 && h[1] != 5)
+        refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1], kModel);
+    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16,
+                                {h[2], h[3], h[7], h[4], h[5], h[6]}};
     const Config& c = header.config;
 
     // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
-    const char* const names[] = {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"};
-    const int low[] = {1, 1, 1, 1, 1, c.V}, high[] = {1 << 24, 1 << 24, 1 << 12, 1 << 12, 1 << 18, 1 << 24};
+    const char* const names[] = {"maxT",  "vocabulary", "layers",
+                                 "heads", "channels",   "padded vocabulary"};
+    const int low[] = {1, 1, 1, 1, 1, c.V},
+              high[] = {1 << 24, 1 << 24, 1 << 12, 1 << 12, 1 << 18, 1 << 24};
     for (int i = 0; i < 6; i++)
         if (h[2 + i] < low[i] || h[2 + i] > high[i])
             refuse(path, format("damaged header: %s at offset %d", names[i], 8 + 4 * i),
                    format("%d..%d", low[i], high[i]), h[2 + i], kAgain);
     if (c.C % c.NH)
-        refuse(path, "damaged header: channels at offset 24", format("a multiple of %d heads", c.NH), c.C, kAgain);
+        refuse(path, "damaged header: channels at offset 24",
+               format("a multiple of %d heads", c.NH), c.C, kAgain);
     const size_t expected = kHeaderBytes + header.bytes();
     if (file.size != expected)
         refuse(path, file.size < expected ? "truncated" : "too long",
@@ -128,25 +136,28 @@ Head read_head(const InputFile& file) {
     if (text.compare(0, 8, "gpt2stat") == 0)
         refuse(file.path, "wrong version at offset 8", kStateVersion, "1", kOtherProgram);
     if (text.compare(0, kStateTitle.size(), kStateTitle))
-        refuse(file.path, "wrong magic at offset 0", kStateTitle, "something else", "give a state file");
+        refuse(file.path, "wrong magic at offset 0", kStateTitle, "something else",
+               "give a state file");
     const int version = std::atoi(text.c_str() + kStateTitle.size());
     if (version != kStateVersion)
-        refuse(file.path, format("wrong version at offset %zu", kStateTitle.size()), kStateVersion, version,
-               kOtherProgram);
+        refuse(file.path, format("wrong version at offset %zu", kStateTitle.size()), kStateVersion,
+               version, kOtherProgram);
     const size_t end = text.find("\n\n");
     const size_t checksum = text.rfind(kChecksum, end);
     if (end == std::string::npos || checksum == std::string::npos)
-        refuse(file.path, "truncated or damaged", "a head that ends in a checksum and an empty line", "none",
-               kResumeFromAnother);
+        refuse(file.path, "truncated or damaged",
+               "a head that ends in a checksum and an empty line", "none", kResumeFromAnother);
 
     Head head;
     head.bytes = end + 2;
     head.text = text.substr(0, checksum + 1);
-    head.checksum = text.substr(checksum + std::strlen(kChecksum), end - checksum - std::strlen(kChecksum));
+    head.checksum =
+        text.substr(checksum + std::strlen(kChecksum), end - checksum - std::strlen(kChecksum));
     std::istringstream lines(head.text);
     for (std::string each; std::getline(lines, each);) {
         const size_t colon = each.find(": ");
-        if (colon != std::string::npos) head.values[each.substr(0, colon)] = each.substr(colon + 2);
+        if (colon != std::string::npos)
+            head.values[each.substr(0, colon)] = each.substr(colon + 2);
     }
     return head;
 }
@@ -158,26 +169,33 @@ void for_each_difference(const Head& head, const std::string& kind, const Fields
                          const Fields& implied, Say say) {
     std::map<std::string, std::string> had;
     for (const auto& [name, value] : head.values)
-        if (name.compare(0, kind.size(), kind) == 0) had[name.substr(kind.size())] = value;
+        if (name.compare(0, kind.size(), kind) == 0)
+            had[name.substr(kind.size())] = value;
     for (const auto& [name, value] : implied)
         had.emplace(name, value);  // unless the head has it
     for (const auto& [name, value] : mine) {
         const auto found = had.find(name);
         const std::string before = found == had.end() ? "nothing" : found->second;
-        if (before != value) say(name, before, value);
+        if (before != value)
+            say(name, before, value);
         had.erase(name);
     }
-    for (const auto& [name, value] : had) say(name, value, "nothing");
+    for (const auto& [name, value] : had)
+        say(name, value, "nothing");
 }
 
 }  // namespace
 
-void write_state(const std::string& path, const Identity& identity, const Counters& counters, Block optimizer) {
+void write_state(const std::string& path, const Identity& identity, const Counters& counters,
+                 Block optimizer) {
     std::string head = kStateTitle + std::to_string(kStateVersion) + "\n";
-    for (const auto& [name, value] : identity.fields) head += line("identity " + name, value);
-    for (const auto& [name, value] : identity.recipe) head += line("recipe " + name, value);
+    for (const auto& [name, value] : identity.fields)
+        head += line("identity " + name, value);
+    for (const auto& [name, value] : identity.recipe)
+        head += line("recipe " + name, value);
     Counters copy = counters;
-    for (const auto& [name, value] : named(copy)) head += line(name, std::to_string(*value));
+    for (const auto& [name, value] : named(copy))
+        head += line(name, std::to_string(*value));
     head += line("optimizer bytes", std::to_string(optimizer.bytes));
     Checksum64 checksum = checksum_of(head, optimizer.bytes);
     checksum.add(optimizer.data, optimizer.bytes);
@@ -185,38 +203,45 @@ void write_state(const std::string& path, const Identity& identity, const Counte
     write_whole_file(path, {{head.data(), head.size()}, optimizer});
 }
 
-StateFile::StateFile(const std::string& path, const Identity& identity, size_t optimizer_bytes) : file(path) {
+StateFile::StateFile(const std::string& path, const Identity& identity, size_t optimizer_bytes)
+    : file(path) {
     const Head head = read_head(file);
     const size_t has = head.number(path, "optimizer bytes");
     if (file.size != head.bytes + has)
-        refuse(path, file.size < head.bytes + has ? "truncated" : "too long", format("%zu bytes", head.bytes + has),
-               file.size, kResumeFromAnother);
+        refuse(path, file.size < head.bytes + has ? "truncated" : "too long",
+               format("%zu bytes", head.bytes + has), file.size, kResumeFromAnother);
     begin = head.bytes;
     expected_ = head.checksum;
     checksum_ = checksum_of(head.text, has);
-    for (const auto& [name, value] : named(counters)) *value = head.number(path, name);
+    for (const auto& [name, value] : named(counters))
+        *value = head.number(path, name);
 
-    for_each_difference(head, "identity ", identity.fields, identity.implied,
-                        [&](const std::string& name, const std::string& had, const std::string& mine) {
-                            check_whole_file();  // a damaged head is not the user's fault
-                            throw Error(format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this "
-                                               "run has \"%s\"; give another -o",
-                                               path.c_str(), name.c_str(), had.c_str(), mine.c_str()));
-                        });
+    for_each_difference(
+        head, "identity ", identity.fields, identity.implied,
+        [&](const std::string& name, const std::string& had, const std::string& mine) {
+            check_whole_file();  // a damaged head is not the user's fault
+            throw Error(
+                format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this "
+                       "run has \"%s\"; give another -o",
+                       path.c_str(), name.c_str(), had.c_str(), mine.c_str()));
+        });
     if (has != optimizer_bytes) {
         check_whole_file();
-        refuse(path, "optimizer", format("%zu bytes", optimizer_bytes), has, "resume with the same settings");
+        refuse(path, "optimizer", format("%zu bytes", optimizer_bytes), has,
+               "resume with the same settings");
     }
-    for_each_difference(head, "recipe ", identity.recipe, {},
-                        [&](const std::string& name, const std::string& had, const std::string& mine) {
-                            recipe_changes += recipe_changes.empty() ? "" : ", ";
-                            recipe_changes += name + " from " + had + " to " + mine;
-                        });
+    for_each_difference(
+        head, "recipe ", identity.recipe, {},
+        [&](const std::string& name, const std::string& had, const std::string& mine) {
+            recipe_changes += recipe_changes.empty() ? "" : ", ";
+            recipe_changes += name + " from " + had + " to " + mine;
+        });
 }
 
 void StateFile::check() const {
     const std::string found = hex(checksum_.value());
-    if (found != expected_) refuse(file.path, "damaged", expected_, found, kResumeFromAnother);
+    if (found != expected_)
+        refuse(file.path, "damaged", expected_, found, kResumeFromAnother);
 }
 
 void StateFile::check_whole_file() {
@@ -256,31 +281,39 @@ struct RunFiles {
 };
 
 RunFiles list_run_files(const std::string& dir) {
-    static const std::regex pattern("(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
+    static const std::regex pattern(
+        "(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
     RunFiles files;
     std::error_code error;
     std::filesystem::directory_iterator entry(dir, error);
-    if (error == std::errc::no_such_file_or_directory) return files;
+    if (error == std::errc::no_such_file_or_directory)
+        return files;
     for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
         const std::string name = entry->path().filename();
         std::smatch part;
-        if (!std::regex_match(name, part, pattern)) continue;
+        if (!std::regex_match(name, part, pattern))
+            continue;
         const long long step = part[2].matched ? std::stoll(part[2]) : 0;
-        if (step > INT_MAX) continue;
+        if (step > INT_MAX)
+            continue;
         if (part[3].matched) {
             files.temporaries.push_back(entry->path());
             continue;
         }
         check_regular(entry->path());
-        if (part[1] == "model") files.models.insert(static_cast<int>(step));
-        if (part[1] == "state") files.states.insert(static_cast<int>(step));
+        if (part[1] == "model")
+            files.models.insert(static_cast<int>(step));
+        if (part[1] == "state")
+            files.states.insert(static_cast<int>(step));
     }
-    if (error) throw file_error(dir, "list the directory", error.value());
+    if (error)
+        throw file_error(dir, "list the directory", error.value());
     return files;
 }
 
 void remove_file(const std::string& path) {
-    if (uninterrupted([&] { return unlink(path.c_str()); }) && errno != ENOENT) throw file_error(path, "remove", errno);
+    if (uninterrupted([&] { return unlink(path.c_str()); }) && errno != ENOENT)
+        throw file_error(path, "remove", errno);
 }
 
 }  // namespace
@@ -294,45 +327,55 @@ int checkpoint_to_resume(const std::string& dir) {
     std::string without_state;
     for (auto step = files.models.rbegin(); step != files.models.rend(); ++step) {
         if (files.has_state(*step)) {
-            if (without_state.empty()) return *step;
+            if (without_state.empty())
+                return *step;
             break;
         }
         without_state += (without_state.empty() ? "" : ", ") + model_path(dir, *step);
     }
     if (!without_state.empty())
-        throw Error(format("%s: without the training state that -y needs (such as %s); bring it back, move these "
-                           "models elsewhere, or start from one with -e and another -o",
-                           without_state.c_str(), state_path("", files.newest_model()).c_str() + 1));
+        throw Error(format(
+            "%s: without the training state that -y needs (such as %s); bring it back, move these "
+            "models elsewhere, or start from one with -e and another -o",
+            without_state.c_str(), state_path("", files.newest_model()).c_str() + 1));
     // A kill before the first model leaves one state. More are of models that somebody moved.
     if (files.models.empty() && files.states.size() > 1)
-        throw Error(format("%s: has %zu states and no model; bring the models back, or give another -o", dir.c_str(),
-                           files.states.size()));
+        throw Error(
+            format("%s: has %zu states and no model; bring the models back, or give another -o",
+                   dir.c_str(), files.states.size()));
     return -1;
 }
 
 void remove_leftovers(const std::string& dir) {
     const RunFiles files = list_run_files(dir);
-    for (const std::string& path : files.temporaries) remove_file(path);
+    for (const std::string& path : files.temporaries)
+        remove_file(path);
     const bool of_a_kill = files.states_without_any_later_model() == 1;
     for (const int step : files.states) {
-        if (files.has_model(step)) continue;
+        if (files.has_model(step))
+            continue;
         const std::string path = state_path(dir, step);
         if (of_a_kill && step > files.newest_model())
             remove_file(path);
         else
-            std::fprintf(stderr, "%s: has no model beside it, and is left as it is\n", path.c_str());
+            std::fprintf(stderr, "%s: has no model beside it, and is left as it is\n",
+                         path.c_str());
     }
 }
 
 void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
-    if (keep == 0) return;
+    if (keep == 0)
+        return;
     const RunFiles files = list_run_files(dir);
     std::vector<int> steps;  // newest first
     for (auto step = files.models.rbegin(); step != files.models.rend(); ++step)
-        if (files.has_state(*step)) steps.push_back(*step);
+        if (files.has_state(*step))
+            steps.push_back(*step);
     for (size_t i = keep; i < steps.size(); i++) {
-        if (keep_every > 0 && steps[i] % keep_every == 0) continue;
-        // The model goes first: if we are stopped before its state goes, no model is left without one.
+        if (keep_every > 0 && steps[i] % keep_every == 0)
+            continue;
+        // The model goes first: if we are stopped before its state goes, no model is left without
+        // one.
         remove_file(model_path(dir, steps[i]));
         remove_file(state_path(dir, steps[i]));
     }

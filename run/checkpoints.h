@@ -1,5 +1,5 @@
-// A run's checkpoints. They are written by a thread, while training goes on from step to step, from a snapshot in rank
-// 0's host memory. run/checkpoint_files.h has the files.
+// A run's checkpoints. They are written by a thread, while training goes on from step to step, from
+// a snapshot in rank 0's host memory. run/checkpoint_files.h has the files.
 #pragma once
 #include <unistd.h>
 
@@ -26,7 +26,8 @@ class Checkpoints {
   public:
     using X = typename Model::X;
 
-    Checkpoints(const Options& o, Model& model, Batches<Model>& batches, Stop<Model>& stop, Log& log)
+    Checkpoints(const Options& o, Model& model, Batches<Model>& batches, Stop<Model>& stop,
+                Log& log)
         : o_(o), model_(model), ranks_(model.ranks), batches_(batches), stop_(stop), log_(log) {
         const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
         if (bytes)
@@ -54,7 +55,8 @@ class Checkpoints {
     Checkpoints(const Checkpoints&) = delete;
     Checkpoints& operator=(const Checkpoints&) = delete;
 
-    // Removes what a killed run left in the output directory, and checkpoints that are not to be kept.
+    // Removes what a killed run left in the output directory, and checkpoints that are not to be
+    // kept.
     void clean_up(OutputDir& output) {
         output_ = &output;
         remove_leftovers(o_.output_dir);
@@ -63,7 +65,8 @@ class Checkpoints {
 
     // Notices that a checkpoint has been written, or failed, without waiting for it.
     void poll() {
-        if (written_.valid() && written_.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
+        if (written_.valid() &&
+            written_.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
             end_of_writing();
     }
 
@@ -83,7 +86,8 @@ class Checkpoints {
             save(step);
     }
 
-    // A checkpoint of what is good, also after an error. If it cannot be written, it is tried once more.
+    // A checkpoint of what is good, also after an error. If it cannot be written, it is tried once
+    // more.
     void save_at_the_end(int step) {
         if (o_.output_dir.empty() || step == 0)
             return;
@@ -94,11 +98,13 @@ class Checkpoints {
         }
     }
 
-    // Makes the newest checkpoint the model's parameters and optimizer's state, and returns its step, or -1 if there is
-    // none. Rank 0 reads and sends, because the directory need not exist on other machines.
+    // Makes the newest checkpoint the model's parameters and optimizer's state, and returns its
+    // step, or -1 if there is none. Rank 0 reads and sends, because the directory need not exist on
+    // other machines.
     int restore() {
         ranks_.allow(0);  // a disk may take its time
-        const int newest = ranks_.gather(ranks_.rank > 0 ? -1 : checkpoint_to_resume(o_.output_dir))[0];
+        const int newest =
+            ranks_.gather(ranks_.rank > 0 ? -1 : checkpoint_to_resume(o_.output_dir))[0];
         if (newest >= 0)
             restore(newest);
         ranks_.allow(o_.first_timeout());
@@ -112,7 +118,8 @@ class Checkpoints {
     }
 
   private:
-    static constexpr char kRemove[] = "remove it and its state to resume from the checkpoint before";
+    static constexpr char kRemove[] =
+        "remove it and its state to resume from the checkpoint before";
 
     const Options& o_;
     Model& model_;
@@ -122,14 +129,16 @@ class Checkpoints {
     Log& log_;
     OutputDir* output_ = nullptr;  // null: this rank writes no files
     Identity identity_;
-    char* snapshot_ = nullptr;   // the parameters and the optimizer's state, pinned, on rank 0 alone
+    // the parameters and the optimizer's state, pinned, on rank 0 alone
+    char* snapshot_ = nullptr;
     std::future<void> written_;  // the last checkpoint, by write()
     int writing_ = -1;           // its step
     int tried_ = -1;             // the last step of which this process began to write a checkpoint
     int last_ = -1;              // the last step of which there is a checkpoint
     std::exception_ptr prune_error_;
 
-    // Training waits only for the snapshot, and for the checkpoint before if it is still being written.
+    // Training waits only for the snapshot, and for the checkpoint before if it is still being
+    // written.
     void save(int step) {
         Range range("checkpoint");
         await();
@@ -152,8 +161,8 @@ class Checkpoints {
         ranks_.allow(o_.timeout);
     }
 
-    // Runs while training goes on, and reads nothing that changes until await() returns. The model is written last,
-    // because a checkpoint is there when its model is.
+    // Runs while training goes on, and reads nothing that changes until await() returns. The model
+    // is written last, because a checkpoint is there when its model is.
     void write(Counters counters) {
         const double start = now();
         const int step = static_cast<int>(counters.step);
@@ -184,8 +193,8 @@ class Checkpoints {
         }
     }
 
-    // An error of writing ends the run, which then tries again. A checkpoint counts when it is whole, even if older
-    // ones could not be removed.
+    // An error of writing ends the run, which then tries again. A checkpoint counts when it is
+    // whole, even if older ones could not be removed.
     void end_of_writing() {
         stop_.defer_error([&] {
             written_.get();
@@ -210,7 +219,8 @@ class Checkpoints {
                 model_.dev.upload(piece.device + read.offset, read.data, read.bytes);
                 state->add(read.data, read.bytes);
             };
-            stream_in(model_.dev, state->file, state->begin + piece.offset, piece.bytes, piece.bytes, upload);
+            stream_in(model_.dev, state->file, state->begin + piece.offset, piece.bytes,
+                      piece.bytes, upload);
         });
         if (state)
             state->check();

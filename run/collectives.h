@@ -1,9 +1,11 @@
-// What the ranks of a job do together with a model's gradients, losses and parameters in every step.
+// What the ranks of a job do together with a model's gradients, losses and parameters in every
+// step.
 //
-// Gradients are summed all at once after backward, or with --overlap each layer's matmul weights as soon as backward
-// has finished that layer. Between machines there is much time to hide. On one machine hiding it costs more than it
-// saves, because NCCL's blocks and the power they draw are missing in backward. On 4 H200s with 124M at B = 64 a step
-// takes 105.5 ms without any sums, 108.0 with all at its end, and 109.4 with each layer's beside backward.
+// Gradients are summed all at once after backward, or with --overlap each layer's matmul weights as
+// soon as backward has finished that layer. Between machines there is much time to hide. On one
+// machine hiding it costs more than it saves, because NCCL's blocks and the power they draw are
+// missing in backward. On 4 H200s with 124M at B = 64 a step takes 105.5 ms without any sums, 108.0
+// with all at its end, and 109.4 with each layer's beside backward.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -17,7 +19,8 @@
 
 constexpr int kNoLayer = -1;
 
-// Starts summing a layer's gradients over the ranks, or with kNoLayer those of all tensors that do not go by layer.
+// Starts summing a layer's gradients over the ranks, or with kNoLayer those of all tensors that do
+// not go by layer.
 template <class Model>
 void sum_gradients(Model& m, int layer = kNoLayer) {
     if (layer != kNoLayer && !m.ranks.overlap)
@@ -58,7 +61,8 @@ typename Model::A* gradients_to_update(Model& m) {
     return g;
 }
 
-// The norm over all ranks of n gradients of each. Of a sharded optimizer's it is the norm of the shares' norms.
+// The norm over all ranks of n gradients of each. Of a sharded optimizer's it is the norm of the
+// shares' norms.
 template <class Model>
 const typename Model::A* norm_of_gradients(Model& m, const typename Model::A* g, size_t n) {
     const auto statistics = m.statistics();

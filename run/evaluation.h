@@ -1,5 +1,5 @@
-// What a model knows: its loss on data that it has not seen, its answers to multiple-choice questions, and what a run
-// shows of these, and of the model's texts, every so many steps.
+// What a model knows: its loss on data that it has not seen, its answers to multiple-choice
+// questions, and what a run shows of these, and of the model's texts, every so many steps.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -25,10 +25,11 @@ struct Validation {
     uint64_t windows;
 };
 
-// Mean loss over the windows of the loader's first `at_most` batches, or over all windows if it is not positive or too
-// large. Each rank evaluates its share of the batches, and ranks that share sequences their tokens of each window. The
-// windows' losses are summed in fp64 and in their order, whatever the number of ranks. Windows that fill up the last
-// batch do not count. If the data cannot be read, all ranks end together, and this one throws.
+// Mean loss over the windows of the loader's first `at_most` batches, or over all windows if it is
+// not positive or too large. Each rank evaluates its share of the batches, and ranks that share
+// sequences their tokens of each window. The windows' losses are summed in fp64 and in their order,
+// whatever the number of ranks. Windows that fill up the last batch do not count. If the data
+// cannot be read, all ranks end together, and this one throws.
 template <class Model>
 Validation validate(Model& model, Loader& loader, int at_most) {
     const auto& ranks = model.ranks;
@@ -61,11 +62,13 @@ Validation validate(Model& model, Loader& loader, int at_most) {
     }
     ranks.add_up(losses);
     note_progress();
-    if (error) std::rethrow_exception(error);
+    if (error)
+        std::rethrow_exception(error);
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / windows, windows};
 }
 
-// losses[i][e] is the mean loss of ending e's tokens after choice i's context. The lowest is the model's answer.
+// losses[i][e] is the mean loss of ending e's tokens after choice i's context. The lowest is the
+// model's answer.
 template <class Model>
 std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
     Range range("multiple choice");
@@ -76,12 +79,14 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
     };
     std::vector<Row> rows;  // of all batches, one after another
     for (size_t i = 0; i < choices.size(); i++)
-        for (size_t e = 0; e < choices[i].endings.size(); e++) rows.push_back({i, e});
+        for (size_t e = 0; e < choices[i].endings.size(); e++)
+            rows.push_back({i, e});
     std::vector<double> means(rows.size());  // 0 if another rank computes it
     std::vector<int> host(model.batch_ints());
     std::vector<typename Model::A> position(N);
     for (size_t first = 0; first < rows.size(); first += B) {
-        if (first / B % model.ranks.size != size_t(model.ranks.rank)) continue;
+        if (first / B % model.ranks.size != size_t(model.ranks.rank))
+            continue;
         const size_t last = std::min(first + B, rows.size());
         std::fill(host.begin(), host.end(), 0);
         for (size_t r = first; r < last; r++) {
@@ -97,29 +102,35 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         model.dev.download(position.data(), model.losses(), N * sizeof(position[0]));
         for (size_t r = first; r < last; r++) {
             const auto [i, e] = rows[r];
-            const size_t begin = (r - first) * T + choices[i].context.size() - 1, n = choices[i].endings[e].size();
-            means[r] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
+            const size_t begin = (r - first) * T + choices[i].context.size() - 1,
+                         n = choices[i].endings[e].size();
+            means[r] =
+                std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
     model.ranks.add_up(means);
     note_progress();
     std::vector<std::vector<double>> losses(choices.size());
-    for (size_t r = 0; r < rows.size(); r++) losses[rows[r].choice].push_back(means[r]);
+    for (size_t r = 0; r < rows.size(); r++)
+        losses[rows[r].choice].push_back(means[r]);
     return losses;
 }
 inline int answer(const std::vector<double>& losses) {
     return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
 }
-inline int count_correct(const std::vector<std::vector<double>>& losses, const std::vector<Choice>& choices) {
+inline int count_correct(const std::vector<std::vector<double>>& losses,
+                         const std::vector<Choice>& choices) {
     int correct = 0;
-    for (size_t i = 0; i < choices.size(); i++) correct += answer(losses[i]) == choices[i].label;
+    for (size_t i = 0; i < choices.size(); i++)
+        correct += answer(losses[i]) == choices[i].label;
     return correct;
 }
 
 template <class Model>
 class Evaluation {
   public:
-    Evaluation(const Options& o, Model& model, const Data& data, const Tokenizer& tokenizer, Stop<Model>& stop, Log& log)
+    Evaluation(const Options& o, Model& model, const Data& data, const Tokenizer& tokenizer,
+               Stop<Model>& stop, Log& log)
         : o_(o), model_(model), floor_(data.floor), tokenizer_(tokenizer), stop_(stop), log_(log) {
         const int V = model.config.V;
         if (!data.val.empty())
@@ -158,7 +169,9 @@ class Evaluation {
     std::vector<Choice> choices_;
     double loss_ = NAN;
 
-    bool due(int every, int step) const { return every > 0 && (step % every == 0 || step == o_.max_steps); }
+    bool due(int every, int step) const {
+        return every > 0 && (step % every == 0 || step == o_.max_steps);
+    }
 
     void validate(int step) {
         loss_ = ::validate(model_, *val_, o_.val_batches).loss;
@@ -171,15 +184,17 @@ class Evaluation {
         const int all = static_cast<int>(choices_.size());
         std::printf("step %d/%d | hellaswag %d of %d, %.2f%%\n", step, o_.max_steps, correct, all,
                     100. * correct / all);
-        stop_.defer_error(
-            [&] { log_.write(Row("hellaswag").add("step", step).add("correct", correct).add("examples", all)); });
+        stop_.defer_error([&] {
+            log_.write(
+                Row("hellaswag").add("step", step).add("correct", correct).add("examples", all));
+        });
     }
 
     void sample(int step) {
         Range range("sample");
         const Sampling sampling = {.temperature = o_.temperature, .top_k = o_.top_k};
-        const std::string text =
-            o_.prompt + generate(model_, tokenizer_, prompt_, o_.sample_length, sampling, mix(o_.seed, step));
+        const std::string text = o_.prompt + generate(model_, tokenizer_, prompt_, o_.sample_length,
+                                                      sampling, mix(o_.seed, step));
         std::printf("step %d/%d | sample\n---\n", step, o_.max_steps);
         print_text(text);
         std::puts("\n---");

@@ -14,25 +14,31 @@
 #include "run/settings.h"
 #include "run/weights.h"
 
-// --eval-only prints the loss over the whole validation data, and the answers to --hellaswag one by one.
+// --eval-only prints the loss over the whole validation data, and the answers to --hellaswag one by
+// one.
 template <class Model, class Config, class Ranks>
-int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file, const Ranks& ranks) {
+int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file,
+                 const Ranks& ranks) {
     resolve_sizes(o, config.max_T, config.C, std::string(Model::Dev::kind) == "cpu", ranks.size);
     Model model(dev, config, {.attention = o.kernel(), .B = o.B, .T = o.T / ranks.context}, ranks);
     std::vector<Choice> choices;
-    if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, config.V, o.T);
+    if (!o.hellaswag.empty())
+        choices = read_choices(o.hellaswag, config.V, o.T);
     std::unique_ptr<Loader> val;
     double floor = NAN;
     if (choices.empty() || !o.val_data.empty()) {
         const Data data = o.val_data.empty() ? find_data(o) : Data{"", o.val_data};
-        if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
-        val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0, Tokenizer(o.tokenizer));
+        if (data.val.empty())
+            throw UsageError("--eval-only with -i needs validation data: give it with -j");
+        val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0,
+                                       Tokenizer(o.tokenizer));
         floor = data.floor;
     }
     allocate_or_explain(model);
     from_file ? load(model, o.init) : init_random(model, o.seed);
     if (val) {
-        if (ranks.rank == 0) std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
+        if (ranks.rank == 0)
+            std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
         const auto [loss, windows] = validate(model, *val, o.val_batches);
         std::printf("val loss %.6f over %zu sequences of %d tokens%s\n", loss, windows, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
@@ -40,13 +46,15 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     const std::vector<std::vector<double>> losses = ending_losses(model, choices);
     for (size_t i = 0; i < choices.size(); i++) {
         std::string line;
-        for (double loss : losses[i]) line += format(" %.6f", loss);
-        std::printf("question %d | answer %d | label %d | losses%s\n", choices[i].index, answer(losses[i]),
-                    choices[i].label, line.c_str());
+        for (double loss : losses[i])
+            line += format(" %.6f", loss);
+        std::printf("question %d | answer %d | label %d | losses%s\n", choices[i].index,
+                    answer(losses[i]), choices[i].label, line.c_str());
     }
     const int correct = count_correct(losses, choices);
     if (!choices.empty())
-        std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(), 100.0 * correct / choices.size());
+        std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(),
+                    100.0 * correct / choices.size());
     return 0;
 }
 
@@ -56,7 +64,8 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
     const Tokenizer tokenizer(o.tokenizer);
     Model model(dev, config, {.attention = o.kernel(), .B = 1, .T = T, .cache = true});
-    if (o.memory) return print_memory_table(model), 0;
+    if (o.memory)
+        return print_memory_table(model), 0;
     const std::vector<int> context = start_of_text(tokenizer, o.prompt, config.V);
     allocate_or_explain(model);
     load(model, o.init);
@@ -66,12 +75,15 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
     const auto write = [&](const std::string& text) {
         tokens++;
         printer.print(text);
-        if (std::fflush(stdout)) throw file_error("the text", "write", errno);
+        if (std::fflush(stdout))
+            throw file_error("the text", "write", errno);
     };
     for (int i = 0; i < o.samples; i++) {
-        if (i > 0) std::puts("---");
+        if (i > 0)
+            std::puts("---");
         write(o.prompt);
-        generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, write);
+        generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k},
+                 uint64_t(o.seed) + i, write);
         printer.end();
         std::puts("");
     }

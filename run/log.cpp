@@ -16,8 +16,8 @@
 
 namespace {
 
-// Calls f(code, bytes) for each character. `bytes` is its UTF-8, or "" for a byte that is not UTF-8. A byte-level model
-// may well sample such bytes.
+// Calls f(code, bytes) for each character. `bytes` is its UTF-8, or "" for a byte that is not
+// UTF-8. A byte-level model may well sample such bytes.
 template <class F>
 void for_each_character(const std::string& text, F f) {
     for (size_t i = 0; i < text.size();) {
@@ -65,12 +65,9 @@ class JsonCheck {
         switch (text_[at_]) {
             case '{':
                 return members('}', [&] { return string() && take(':') && value(depth + 1); });
-            case '[':
-                return members(']', [&] { return value(depth + 1); });
-            case '"':
-                return string();
-            default:
-                return word("true") || word("false") || word("null") || number();
+            case '[': return members(']', [&] { return value(depth + 1); });
+            case '"': return string();
+            default: return word("true") || word("false") || word("null") || number();
         }
     }
 
@@ -170,7 +167,8 @@ class JsonCheck {
 std::string for_terminal(const std::string& text) {
     std::string out;
     for_each_character(text, [&](uint32_t code, const std::string& bytes) {
-        const bool control = (code < 0x20 && code != '\n' && code != '\t') || (code >= 0x7F && code <= 0x9F);
+        const bool control =
+            (code < 0x20 && code != '\n' && code != '\t') || (code >= 0x7F && code <= 0x9F);
         out += control || bytes.empty() ? "\xEF\xBF\xBD" : bytes;
     });
     return out;
@@ -178,8 +176,10 @@ std::string for_terminal(const std::string& text) {
 
 std::string take_for_terminal(std::string& text) {
     size_t end = text.size();
-    while (end > 0 && text.size() - end < 3 && (text[end - 1] & 0xC0) == 0x80) end--;
-    const bool begun = end > 0 && (text[end - 1] & 0xC0) == 0xC0 && character(text, end - 1).bytes == 0;
+    while (end > 0 && text.size() - end < 3 && (text[end - 1] & 0xC0) == 0x80)
+        end--;
+    const bool begun =
+        end > 0 && (text[end - 1] & 0xC0) == 0xC0 && character(text, end - 1).bytes == 0;
     const std::string whole = for_terminal(text.substr(0, begun ? end - 1 : text.size()));
     text.erase(0, begun ? end - 1 : text.size());
     return whole;
@@ -220,7 +220,8 @@ Row& Row::add(const char* key, double value) {
     // The fewest digits that read back as the same double.
     for (int digits = 6; std::isfinite(value) && digits <= 17; digits++) {
         number = format("%.*g", digits, value);
-        if (std::strtod(number.c_str(), nullptr) == value) break;
+        if (std::strtod(number.c_str(), nullptr) == value)
+            break;
     }
     return put(key, number);
 }
@@ -254,17 +255,21 @@ void Log::warn_if_replaced() {
 }
 
 void Log::write_pending() {
-    if (pending_.empty()) return;
+    if (pending_.empty())
+        return;
     const int fd = file_->fd;
     struct stat before;
-    const bool known = uninterrupted([&] { return fstat(fd, &before); }) == 0 && S_ISREG(before.st_mode);
+    const bool known =
+        uninterrupted([&] { return fstat(fd, &before); }) == 0 && S_ISREG(before.st_mode);
     for (size_t done = 0; done < pending_.size();) {
         const ssize_t n = uninterrupted(
             [&] { return ::write(fd, pending_.data() + done, pending_.size() - done); });
         if (n < 0) {
-            // A full disk may have taken part of the row, and the rows before it must stay readable.
+            // A full disk may have taken part of the row, and the rows before it must stay
+            // readable.
             const Error error = file_error(file_->path, "write", errno);
-            if (known) uninterrupted([&] { return ftruncate(fd, before.st_size); });
+            if (known)
+                uninterrupted([&] { return ftruncate(fd, before.st_size); });
             throw error;
         }
         done += static_cast<size_t>(n);
@@ -279,7 +284,8 @@ void Log::truncate_after(const std::string& path, long long step) {
         throw file_error(path, "find", errno);
     }
     const std::string text = InputFile(path).rest();
-    const std::string key = "\"step\": ";  // no string contains it, because quotes are escaped there
+    // no string contains it, because quotes are escaped there
+    const std::string key = "\"step\": ";
 
     std::string kept;
     bool is_later = false;  // a row without a step, such as "run", belongs to the rows before it

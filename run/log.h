@@ -1,4 +1,5 @@
-// log.jsonl: one JSON object a line, appended and flushed at once, so that written rows stay valid whatever comes next.
+// log.jsonl: one JSON object a line, appended and flushed at once, so that written rows stay valid
+// whatever comes next.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -6,7 +7,8 @@
 
 #include "data/file.h"
 
-// Text for a terminal. What is not UTF-8 becomes U+FFFD, and control characters do too except newline and tab.
+// Text for a terminal. What is not UTF-8 becomes U+FFFD, and control characters do too except
+// newline and tab.
 std::string for_terminal(const std::string& text);
 
 // Prints a model's text on stdout, piece by piece: into a file or a pipe as it is, on a terminal as
@@ -46,8 +48,8 @@ class Row {
     std::string text_;
 };
 
-// Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay, and the next call tries
-// the others again.
+// Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay,
+// and the next call tries the others again.
 class Log {
   public:
     Log() = default;  // writes nowhere

@@ -1,6 +1,7 @@
-// The optimizer's state on its way between all ranks and rank 0's checkpoint, in the order in which a single rank has
-// it: m, v and master, each in the order of the parameters. If the optimizer is sharded, the state moves in windows
-// that fit into the memory of activations, where rank 0 puts the ranks' parts together.
+// The optimizer's state on its way between all ranks and rank 0's checkpoint, in the order in which
+// a single rank has it: m, v and master, each in the order of the parameters. If the optimizer is
+// sharded, the state moves in windows that fit into the memory of activations, where rank 0 puts
+// the ranks' parts together.
 #pragma once
 #include <algorithm>
 
@@ -39,7 +40,8 @@ void copy_to_or_from_rank_0(Model& m, int r, A* own, A* whole, size_t n, bool to
     });
 }
 
-// Copies what every rank has of a window to `staged` on rank 0, or from there. All ranks call this together.
+// Copies what every rank has of a window to `staged` on rank 0, or from there. All ranks call this
+// together.
 template <class Model>
 void exchange(Model& m, const Window& window, typename Model::A* staged, bool to_rank_0) {
     const size_t n = m.num_parameters;
@@ -54,7 +56,8 @@ void exchange(Model& m, const Window& window, typename Model::A* staged, bool to
                 continue;
             for_each_part(m.share(r), first, last, [&](const SharePart& part) {
                 copy_to_or_from_rank_0(m, r, own + (array * own_n + part.state),
-                                       staged + (array_begin + part.parameter - window.begin), part.count, to_rank_0);
+                                       staged + (array_begin + part.parameter - window.begin),
+                                       part.count, to_rank_0);
             });
         }
     }
@@ -81,7 +84,8 @@ struct StatePiece {
     size_t bytes;
 };
 
-// Calls read(piece) on rank 0 for one piece of the state after the other. All ranks call this together.
+// Calls read(piece) on rank 0 for one piece of the state after the other. All ranks call this
+// together.
 template <class Model, class Read>
 void gather_optimizer(Model& m, Read read) {
     using A = typename Model::A;
@@ -101,7 +105,8 @@ void gather_optimizer(Model& m, Read read) {
     });
 }
 
-// Calls write(piece) on rank 0 for one piece of the state after the other, and gives every rank its part.
+// Calls write(piece) on rank 0 for one piece of the state after the other, and gives every rank its
+// part.
 template <class Model, class Write>
 void scatter_optimizer(Model& m, Write write) {
     using A = typename Model::A;

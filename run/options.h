@@ -19,13 +19,16 @@ struct Option {
 };
 std::string title(const Option& option);  // how messages name it, for example "--batch (-b)"
 
-// Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws UsageError that names
-// the option and the value. Returns true if --help or -h was asked for. "-h 0" and "-h 1", which llm.c has, do not ask.
+// Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws
+// UsageError that names the option and the value. Returns true if --help or -h was asked for. "-h
+// 0" and "-h 1", which llm.c has, do not ask.
 //
-// A default that depends on the run is stored as a value outside of its option's range, or as "" for
-// a path, so that no user can type it by chance.
+// A default that depends on the run is stored as a value outside of its option's range, or as ""
+// for a path, so that no user can type it by chance.
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table);
-std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);
+std::string options_help(const std::string& program, const std::string& about,
+                         const std::vector<Option>& table);
 // Those whose value is not the one in `defaults`: "  --batch 4  --overfit".
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults);
-Fields options_settings(const std::vector<Option>& table);  // name and current value of each option that has one
+// name and current value of each option that has one
+Fields options_settings(const std::vector<Option>& table);

@@ -19,7 +19,8 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
     if (error)
-        throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
+        throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(),
+                           error.message().c_str()));
     check_regular(o.output_dir + "/run.lock");
     auto output = std::make_unique<OutputDir>(o.output_dir);
     if (o.resume) {
@@ -28,7 +29,8 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     }
     struct stat log = {};
     const std::string log_path = o.output_dir + "/log.jsonl";
-    if (stat(log_path.c_str(), &log) && errno != ENOENT) throw file_error(log_path, "find", errno);
+    if (stat(log_path.c_str(), &log) && errno != ENOENT)
+        throw file_error(log_path, "find", errno);
     if (log.st_size > 0 || newest_model(o.output_dir) >= 0)
         throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
     return output;

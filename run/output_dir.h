@@ -18,6 +18,6 @@ struct OutputDir {
     HeldFile lock;
 };
 
-// Creates the output directory and locks it. Refuses one that is in use, and an earlier run in it that is not to be
-// resumed.
+// Creates the output directory and locks it. Refuses one that is in use, and an earlier run in it
+// that is not to be resumed.
 std::unique_ptr<OutputDir> prepare_output_dir(const Options& o);

@@ -12,7 +12,8 @@
 #include "common/error.h"
 
 // Another program may have made a pipe or terminal non-blocking that is also our stdout or stderr.
-// While it is full it refuses what we write, and stdio would drop that. So wait until it takes more.
+// While it is full it refuses what we write, and stdio would drop that. So wait until it takes
+// more.
 inline ssize_t write_all(void* fd_of_stream, const char* text, size_t bytes) {
     const int fd = *static_cast<const int*>(fd_of_stream);
     size_t done = 0;
@@ -47,11 +48,15 @@ inline void end_by(int signal) {
 }
 
 inline void prepare_process() {
-    // A file must not get the number of a stream that is closed, because what is printed would go into it.
+    // A file must not get the number of a stream that is closed, because what is printed would go
+    // into it.
     for (int fd = 0; fd <= 2; fd++)
-        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
-    std::signal(SIGPIPE, SIG_IGN);  // a reader that ends, such as tee at Ctrl-C, ends no run; check_stdout() says it
-    std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
+        if (fcntl(fd, F_GETFD) < 0)
+            open("/dev/null", O_RDWR);
+    // a reader that ends, such as tee at Ctrl-C, ends no run; check_stdout() says it
+    std::signal(SIGPIPE, SIG_IGN);
+    // a write past the limit on file sizes fails with EFBIG, which has a message
+    std::signal(SIGXFSZ, SIG_IGN);
     if (getpid() == 1)
         handle({SIGINT, SIGTERM, SIGHUP, SIGQUIT}, end_by);
 
@@ -63,8 +68,9 @@ inline void prepare_process() {
     std::setvbuf(stderr, nullptr, _IONBF, 0);
 }
 
-// SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave. A second one ends the program at once. Within a
-// second it is the same one, which many programs send to a process and to its group.
+// SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave. A second one ends the
+// program at once. Within a second it is the same one, which many programs send to a process and to
+// its group.
 inline volatile std::sig_atomic_t g_signal = 0;
 inline double g_signal_time;
 inline void on_signal(int signal) {
@@ -81,7 +87,10 @@ inline void catch_signals() {
 
 // The exit code of a program that is not heard is 1.
 inline int check_stdout(int code) {
-    if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
-    std::fputs("train_gpt2cu: stdout: a line could not be written; free some space or send it elsewhere\n", stderr);
+    if (std::fflush(stdout) == 0 && !std::ferror(stdout))
+        return code;
+    std::fputs(
+        "train_gpt2cu: stdout: a line could not be written; free some space or send it elsewhere\n",
+        stderr);
     return code ? code : 1;
 }

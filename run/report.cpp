@@ -26,10 +26,11 @@ Row StepReport::step(int done, const Statistics& statistics) {
     paced_seconds_ += seconds;
 
     const double seconds_per_step = (now() - pace_began_) / (done - paced_from_);
-    std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", done,
-                o_.max_steps, loss_, statistics.norm, lr, seconds * 1e3, tok_s,
-                machine_.peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
-                minutes((o_.max_steps - done) * seconds_per_step).c_str());
+    std::printf(
+        "step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n",
+        done, o_.max_steps, loss_, statistics.norm, lr, seconds * 1e3, tok_s,
+        machine_.peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
+        minutes((o_.max_steps - done) * seconds_per_step).c_str());
 
     Row row("train");
     row.add("step", done).add("loss_nats", loss_).add("grad_norm", statistics.norm).add("lr", lr);

@@ -32,7 +32,8 @@ class StepReport {
     const Machine machine_;
     double loss_ = NAN;
     double step_began_ = 0;
-    // The pace is that of the steps after the second, because the first two make plans, connections and a CUDA graph.
+    // The pace is that of the steps after the second, because the first two make plans, connections
+    // and a CUDA graph.
     int paced_from_ = 0;
     int paced_to_ = 0;
     double pace_began_ = 0;

@@ -15,27 +15,36 @@ std::vector<Option> Options::table() {
          "token shards (a glob) or a text file; default: the built-in corpus", "", "data"},
         {"--val-data", "-j", O::Path, &val_data, "the same for validation; default: none with -i"},
         {"--init", "-e", O::Path, &init,
-         "d12, d24, d36, d48, tiny, a model file (llm.c's) or a run's -o; default: d12 (CPU: tiny)", "", "model"},
-        {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
-        {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
-         attention_names()},
-        {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one", "auto|cuda|cpu"},
+         "d12, d24, d36, d48, tiny, a model file (llm.c's) or a run's -o; default: d12 (CPU: tiny)",
+         "", "model"},
+        {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32",
+         "auto|bf16|fp32"},
+        {"--attention", "", O::Choice, &attention,
+         "the kernel; flash: the fastest for precision and GPU", attention_names()},
+        {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one",
+         "auto|cuda|cpu"},
         {"--recompute", "-r", O::Int, &recompute,
-         "to save memory keep 1: no activation output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
+         "to save memory keep 1: no activation output (1 % slower), 2: no layer norm output either "
+         "(2 %)",
+         "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
-        {"--gpus", "", O::Int, &gpus, "processes, a GPU each; default: one, or as torchrun, srun or mpirun say",
-         "1..1024", "several GPUs"},
+        {"--gpus", "", O::Int, &gpus,
+         "processes, a GPU each; default: one, or as torchrun, srun or mpirun say", "1..1024",
+         "several GPUs"},
         {"--zero", "-z", O::Int, &zero,
          "1: divide the optimizer among ranks; default: where channels divide", "0..1"},
         {"--overlap", "", O::Int, &overlap,
          "1: sum gradients beside backward; default: 1 between machines", "0..1"},
-        {"--context-parallel", "", O::Int, &context_parallel, "divide each sequence among so many GPUs", "1..1024"},
+        {"--context-parallel", "", O::Int, &context_parallel,
+         "divide each sequence among so many GPUs", "1..1024"},
         {"--timeout", "", O::Int, &timeout,
-         "seconds without progress, also for a terminal or a disk, after which a rank gives up", "1..86400"},
+         "seconds without progress, also for a terminal or a disk, after which a rank gives up",
+         "1..86400"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)",
          "1..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
-         "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: "
+         "tokens per sequence; default: the model's positions, but at most 1024 (training on a "
+         "CPU: "
          "64)",
          "1..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
@@ -48,13 +57,16 @@ std::vector<Option> Options::table() {
          "optimizer"},
         {"--warmup", "-u", O::Int, &warmup,
          "steps; default: a twentieth of all, but at least 50 or a third", "0.."},
-        {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
-        {"--schedule", "-k", O::Choice, &schedule, "after the warm-up; wsd: constant, then 1 - sqrt in the last fifth",
+        {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction",
+         "0..1"},
+        {"--schedule", "-k", O::Choice, &schedule,
+         "after the warm-up; wsd: constant, then 1 - sqrt in the last fifth",
          "cosine|linear|constant|wsd"},
         {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0.."},
         {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999"},
         {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm; 0: don't", "0.."},
-        {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0.."},
+        {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples",
+         "0.."},
         {"--val-every", "-v", O::Int, &val_every,
          "steps between validations, 0: never, -1 is the default: ten in the run", "-1..",
          "watching"},
@@ -80,10 +92,12 @@ std::vector<Option> Options::table() {
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
         {"--tokenizer", "", O::Path, &tokenizer,
          "llm.c's tokenizer file: texts and prompts are in GPT-2's BPE"},
-        {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit; default: train",
-         "1..", "generating"},
+        {"--generate", "", O::Int, &generate,
+         "write so many tokens with the model of -e, then exit; default: train", "1..",
+         "generating"},
         {"--samples", "", O::Int, &samples, "so many texts, with the seeds from --seed on", "1.."},
-        {"--prompt", "", O::String, &prompt, "what samples and --generate continue, after <|endoftext|>"},
+        {"--prompt", "", O::String, &prompt,
+         "what samples and --generate continue, after <|endoftext|>"},
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
         {"--top-k", "", O::Int, &top_k, "choose among so many of the likeliest tokens, 0: all",
          "0.."},
@@ -92,18 +106,22 @@ std::vector<Option> Options::table() {
 
 Fields Options::recipe() const {
     const auto text = [](double x) { return format("%.7g", x); };
-    return {
-        {"-x", text(max_steps)}, {"-l", text(lr)},           {"-u", text(warmup)},     {"-q", text(final_lr)},
-        {"-k", schedule},        {"-c", text(weight_decay)}, {"--beta2", text(beta2)}, {"--max-norm", text(max_norm)}};
+    return {{"-x", text(max_steps)},  {"-l", text(lr)},
+            {"-u", text(warmup)},     {"-q", text(final_lr)},
+            {"-k", schedule},         {"-c", text(weight_decay)},
+            {"--beta2", text(beta2)}, {"--max-norm", text(max_norm)}};
 }
 
-// Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last
-// step. The curve of wsd is llm.c's, which gets there one step later.
+// Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to
+// final_lr·lr at the last step. The curve of wsd is llm.c's, which gets there one step later.
 double Options::learning_rate(int step) const {
-    if (step < warmup) return lr * (step + 1.0) / warmup;
+    if (step < warmup)
+        return lr * (step + 1.0) / warmup;
     const bool wsd = schedule == "wsd";
-    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup, end = wsd ? max_steps : max_steps - 1;
-    const double at = std::clamp((step - start) / std::max<double>(end - start, 1), 0.0, 1.0);  // 0 before it falls
+    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup,
+              end = wsd ? max_steps : max_steps - 1;
+    // 0 before it falls
+    const double at = std::clamp((step - start) / std::max<double>(end - start, 1), 0.0, 1.0);
     double factor = 1;
     if (schedule == "cosine")
         factor = 0.5 * (1 + std::cos(M_PI * at));
@@ -189,12 +207,14 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table) {
 void check_ranks(const Options& o, const Place& place, int gpus, const std::string& why_no_gpu) {
     const int ranks = std::max(o.gpus, place.size);
     if (ranks % o.context_parallel)
-        throw UsageError(format("--context-parallel %d does not divide --gpus %d: use --gpus %d", o.context_parallel,
-                                ranks, (ranks / o.context_parallel + 1) * o.context_parallel));
+        throw UsageError(format("--context-parallel %d does not divide --gpus %d: use --gpus %d",
+                                o.context_parallel, ranks,
+                                (ranks / o.context_parallel + 1) * o.context_parallel));
     if (o.context_parallel > 1 && !o.hellaswag.empty())
         throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
     if (o.gpus > 0 && place.size > 1 && o.gpus != place.size)
-        throw UsageError(format("--gpus %d, but the launcher started %d ranks: leave out --gpus", o.gpus, place.size));
+        throw UsageError(format("--gpus %d, but the launcher started %d ranks: leave out --gpus",
+                                o.gpus, place.size));
     if (o.generate > 0 && ranks > 1)
         throw UsageError("--generate runs on one GPU: leave out --gpus");
     if (ranks == 1 || o.memory)
@@ -207,31 +227,48 @@ void check_ranks(const Options& o, const Place& place, int gpus, const std::stri
 }
 
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
-    const int context = o.context_parallel, ranks = all_ranks / context;  // groups with sequences of their own
-    if (o.B == 0) o.B = on_cpu ? 4 : 8;
-    if (o.T == 0) o.T = std::min(max_T, on_cpu && !o.eval_only ? 64 : 1024);
+    // groups with sequences of their own
+    const int context = o.context_parallel, ranks = all_ranks / context;
+    if (o.B == 0)
+        o.B = on_cpu ? 4 : 8;
+    if (o.T == 0)
+        o.T = std::min(max_T, on_cpu && !o.eval_only ? 64 : 1024);
     if (context > 1 && o.T % (2 * context))
-        throw UsageError(format("--tokens %d is not a multiple of 2·--context-parallel: use -t %d", o.T,
-                                std::max(1, o.T / (2 * context)) * 2 * context));
+        throw UsageError(format("--tokens %d is not a multiple of 2·--context-parallel: use -t %d",
+                                o.T, std::max(1, o.T / (2 * context)) * 2 * context));
     const long long micro_batch = static_cast<long long>(o.B) * o.T, least = micro_batch * ranks;
-    const std::string all = format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, ranks);
+    const std::string all =
+        format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, ranks);
     if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
         throw UsageError(all + " is too many tokens for a micro-batch: use a smaller -b with -d");
-    if (least > INT_MAX) throw UsageError(all + " is too many tokens for a step: use a smaller -b");
-    if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(least);
+    if (least > INT_MAX)
+        throw UsageError(all + " is too many tokens for a step: use a smaller -b");
+    if (o.tokens_per_step == 0)
+        o.tokens_per_step = static_cast<int>(least);
     if (o.tokens_per_step % least)
-        throw UsageError(format("--tokens-per-step %d is not a multiple of %s", o.tokens_per_step, all.c_str()));
-    if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(C, all_ranks);
+        throw UsageError(
+            format("--tokens-per-step %d is not a multiple of %s", o.tokens_per_step, all.c_str()));
+    if (o.zero < 0)
+        o.zero = all_ranks > 1 && can_shard(C, all_ranks);
     if (o.zero && all_ranks > 1 && !can_shard(C, all_ranks))
-        throw UsageError(format("--zero 1: %d channels do not divide among %d ranks: use --zero 0", C, all_ranks));
-    if (o.lr < 0) o.lr = C < 256 ? 2e-3f : 3e-4f;
+        throw UsageError(format("--zero 1: %d channels do not divide among %d ranks: use --zero 0",
+                                C, all_ranks));
+    if (o.lr < 0)
+        o.lr = C < 256 ? 2e-3f : 3e-4f;
 }
 void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
-    if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
+    if (o.max_steps < 0 && o.train_data.empty())
+        o.max_steps = on_cpu ? 2000 : 6500;
     const uint64_t a_step = o.tokens_per_step / o.T;
-    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::min<uint64_t>((windows + a_step - 1) / a_step, INT_MAX));
-    if (o.warmup < 0) o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
-    if (o.val_batches == 0) o.val_batches = 20;
-    if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
-    if (o.sample_every < 0) o.sample_every = std::max(20, o.max_steps / 5);
+    if (o.max_steps < 0)
+        o.max_steps =
+            static_cast<int>(std::min<uint64_t>((windows + a_step - 1) / a_step, INT_MAX));
+    if (o.warmup < 0)
+        o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
+    if (o.val_batches == 0)
+        o.val_batches = 20;
+    if (o.val_every < 0)
+        o.val_every = std::max(1, o.max_steps / 10);
+    if (o.sample_every < 0)
+        o.sample_every = std::max(20, o.max_steps / 5);
 }

@@ -31,7 +31,8 @@ struct Options {
     std::vector<Option> table();
     Fields recipe() const;  // what a resumed run may change, by option
     Attention kernel() const { return {attention}; }
-    // --timeout is for ordinary steps. The first one makes plans and connections, and before it data is read.
+    // --timeout is for ordinary steps. The first one makes plans and connections, and before it
+    // data is read.
     double first_timeout() const { return timeout < 300 ? 300 : timeout; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
     AdamW adamw(int step) const;           // of the same step
@@ -46,9 +47,11 @@ bool find_config(const std::string& name, Config* config);
 // them all.
 void check_all_are_used(const Options& o, const std::vector<Option>& table);
 
-// What options and launcher ask for must fit together, and this machine, which has `gpus` GPUs, must have it.
+// What options and launcher ask for must fit together, and this machine, which has `gpus` GPUs,
+// must have it.
 void check_ranks(const Options& o, const Place& place, int gpus, const std::string& why_no_gpu);
 
-// The defaults that depend on device, model and ranks. resolve_steps has those that need the size of the data.
+// The defaults that depend on device, model and ranks. resolve_steps has those that need the size
+// of the data.
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
 void resolve_steps(Options& o, bool on_cpu, uint64_t windows);  // of the training data

@@ -11,8 +11,9 @@ struct Statistics {
     bool finite() const { return std::isfinite(loss) && std::isfinite(norm); }
 };
 
-// Where they are in device memory. Rank r's losses are written by rank r and gathered. The gradient's norm follows,
-// and then, of a sharded optimizer, the norm of each rank's share, from which every rank computes that of the whole.
+// Where they are in device memory. Rank r's losses are written by rank r and gathered. The
+// gradient's norm follows, and then, of a sharded optimizer, the norm of each rank's share, from
+// which every rank computes that of the whole.
 template <class A>
 struct DeviceStatistics {
     A* base;
@@ -27,8 +28,8 @@ struct DeviceStatistics {
     A* norm() const { return base + num_losses(); }
     A* norms_of_shares() const { return norm() + 1; }  // (ranks)
 
-    // What the device had when it was told to mark() the moment. Losses are added up in the order of the data, whichever
-    // rank had it, so that the sum does not depend on the number of ranks.
+    // What the device had when it was told to mark() the moment. Losses are added up in the order
+    // of the data, whichever rank had it, so that the sum does not depend on the number of ranks.
     template <class Dev>
     Statistics download(const Dev& dev) const {
         std::vector<A> host(num_losses() + 1);

@@ -1,6 +1,7 @@
-// How a run ends before its last step: because of a signal, or of an error that does not spoil the step at work, such as
-// one of the data, the log or a checkpoint. Either ends all ranks after the same step and with a checkpoint. So every
-// rank sends all others a stop flag in every step, behind the device's work.
+// How a run ends before its last step: because of a signal, or of an error that does not spoil the
+// step at work, such as one of the data, the log or a checkpoint. Either ends all ranks after the
+// same step and with a checkpoint. So every rank sends all others a stop flag in every step, behind
+// the device's work.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -46,7 +47,8 @@ class Stop {
         if (model_.ranks.size == 1)
             return;
         std::vector<int> flags(model_.ranks.size);
-        model_.dev.download_marked(flags.data(), model_.workspace().stop_flags, flags.size() * sizeof(int));
+        model_.dev.download_marked(flags.data(), model_.workspace().stop_flags,
+                                   flags.size() * sizeof(int));
         for (const int flag : flags) {
             signal_ = std::max(signal_, flag % kFailed);
             failed_ |= flag >= kFailed;

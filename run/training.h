@@ -19,8 +19,8 @@
 #include "run/settings.h"
 #include "run/stop.h"
 
-// The command that continues texts with the model of this run's output directory, for a shell in the directory where
-// this program was called, on the same device.
+// The command that continues texts with the model of this run's output directory, for a shell in
+// the directory where this program was called, on the same device.
 inline std::string command_to_generate(const Options& o) {
     Config ignored;
     const bool a_preset = find_config(o.output_dir, &ignored);  // a directory that is called "tiny"
@@ -87,20 +87,24 @@ struct Run {
         if constexpr (std::is_base_of_v<Cuda, Dev>)
             attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
         print_text(options_changed(settings.table(), defaults.table()));  // it has the prompt
-        std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
-                    tf32 ? " with TF32 matmuls" : "", attention.c_str());
+        std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(),
+                    name_of(dtype_of<X>()), tf32 ? " with TF32 matmuls" : "", attention.c_str());
         if (ranks.size > 1)
-            std::printf("ranks              %d, %d on this machine\n", ranks.size, ranks.local_size);
+            std::printf("ranks              %d, %d on this machine\n", ranks.size,
+                        ranks.local_size);
         std::printf(
-            "parameters         %.1f M: %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n",
+            "parameters         %.1f M: %d layers, %d heads, %d channels, %d positions, vocabulary "
+            "%d (padded %d)\n",
             model.num_parameters / 1e6, c.L, c.NH, c.C, c.max_T, c.V, c.Vp);
         std::printf("train data         %s\n", batches.loader().description().c_str());
         if (evaluation.loader())
             std::printf("validation data    %s\n", evaluation.loader()->description().c_str());
-        std::printf("memory             %.1f MiB: %s\n", model.total_bytes() / kMiB, by_arena(model, kMiB, 1).c_str());
+        std::printf("memory             %.1f MiB: %s\n", model.total_bytes() / kMiB,
+                    by_arena(model, kMiB, 1).c_str());
     }
 
-    // Makes the model what the newest checkpoint of the output directory has. False if there is none.
+    // Makes the model what the newest checkpoint of the output directory has. False if there is
+    // none.
     bool restore() {
         const int newest = checkpoints.restore();
         if (newest < 0)
@@ -109,7 +113,8 @@ struct Run {
         return true;
     }
 
-    // All ranks must have the same data and parameters. That they have the same options has been checked before.
+    // All ranks must have the same data and parameters. That they have the same options has been
+    // checked before.
     void check_ranks_agree() {
         if (ranks.size == 1)
             return;
@@ -119,17 +124,19 @@ struct Run {
         } all_equal[] = {
             {"data", batches.loader().identity()},
             {"validation data", evaluation.loader() ? evaluation.loader()->identity() : 0},
-            {"parameters", checksum(dev, model.workspace().scratch, model.params.base, model.params.bytes)}};
+            {"parameters",
+             checksum(dev, model.workspace().scratch, model.params.base, model.params.bytes)}};
         for (const auto& [name, hash] : all_equal) {
             const std::vector<uint64_t> all = ranks.gather(hash);
             for (int r = 1; r < ranks.size; r++)
                 if (all[r] != all[0])
-                    throw Error(format("%s: rank %d has others than rank 0; give all the same", name, r));
+                    throw Error(
+                        format("%s: rank %d has others than rank 0; give all the same", name, r));
         }
     }
 
-    // A fresh run starts a new log. A resumed run drops the rows that it will write again. `output` is null on a rank
-    // that writes no files.
+    // A fresh run starts a new log. A resumed run drops the rows that it will write again. `output`
+    // is null on a rank that writes no files.
     void open_log(OutputDir* output) {
         if (!output)
             return;
@@ -142,8 +149,12 @@ struct Run {
         for (const Field& option : options_settings(Options(o).table()))
             settings += option.name + " " + option.value + "\n";
         Row row("run");
-        row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
-        row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
+        row.add("device", dev.name)
+            .add("precision", name_of(dtype_of<X>()))
+            .add("attention", o.attention);
+        row.add("parameters", static_cast<long long>(model.num_parameters))
+            .add("B", o.B)
+            .add("T", o.T);
         row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed);
         row.add("gpus", ranks.size).add("context_parallel", ranks.context);
         log.write(row.add("settings", settings).add("floor_nats", data.floor));
@@ -173,8 +184,8 @@ struct Run {
         stop.receive();
         if (!statistics.finite()) {
             checkpoints.await();  // so that the last good one is whole
-            const std::string what =
-                format("step %d: loss %g, gradient norm %g", step + 1, statistics.loss, statistics.norm);
+            const std::string what = format("step %d: loss %g, gradient norm %g", step + 1,
+                                            statistics.loss, statistics.norm);
             check_parameters(model, what, checkpoints.last_good());
             throw Error(what + "; nothing was updated; " + checkpoints.last_good());
         }
@@ -192,8 +203,9 @@ struct Run {
         if (step == first_step || o.profile)
             return;
         const double val = evaluation.loss();
-        std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - began).c_str(),
-                    report.loss(), std::isnan(val) ? "" : format(" | val loss %.4f", val).c_str(),
+        std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step,
+                    minutes(now() - began).c_str(), report.loss(),
+                    std::isnan(val) ? "" : format(" | val loss %.4f", val).c_str(),
                     evaluation.floor().c_str(), report.tokens_per_second());
         if (o.output_dir.empty()) {
             std::puts("nothing was kept: -o DIR keeps model and log");
@@ -202,6 +214,7 @@ struct Run {
         std::string next = "the same command with -y, which goes on";
         if (!stop.signal() && can_generate(model.config.V))
             next = command_to_generate(o);
-        std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(), next.c_str());
+        std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(),
+                    next.c_str());
     }
 };

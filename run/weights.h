@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "run/checkpoint_files.h"
 #include "parallel/shards.h"
 #include "parallel/watchdog.h"
+#include "run/checkpoint_files.h"
 #include "run/tensors.h"
 
 // A piece of what is read from a file, in pinned memory.
@@ -19,27 +19,34 @@ struct FilePiece {
     size_t bytes;
 };
 
-// Reads bytes of a file in order and calls use(piece) for each piece, which may be uploaded: its memory is used again
-// only when the device has done what was called for it. A thread reads the next piece meanwhile. Pieces are whole steps
-// of a checksum, and have `most` bytes at most.
+// Reads bytes of a file in order and calls use(piece) for each piece, which may be uploaded: its
+// memory is used again only when the device has done what was called for it. A thread reads the
+// next piece meanwhile. Pieces are whole steps of a checksum, and have `most` bytes at most.
 template <class Dev, class F>
-void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, size_t most, F use) {
-    if (bytes == 0) return;
+void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, size_t most,
+               F use) {
+    if (bytes == 0)
+        return;
     constexpr size_t kStep = Checksum64::kStep;
     constexpr size_t kPiece = 32 << 20;
     const size_t needed = (bytes + kStep - 1) / kStep * kStep;
     const size_t size = std::min({kPiece, needed, std::max(most / kStep, size_t(1)) * kStep});
     const auto free = [&](char* p) { dev.free_host(p); };
-    const std::unique_ptr<char, decltype(free)> memory(static_cast<char*>(dev.alloc_host(2 * size)), free);
+    const std::unique_ptr<char, decltype(free)> memory(static_cast<char*>(dev.alloc_host(2 * size)),
+                                                       free);
     const auto half = [&](size_t at) { return memory.get() + at / size % 2 * size; };
-    const auto read = [&](size_t at) { file.read(begin + at, half(at), std::min(size, bytes - at)); };
+    const auto read = [&](size_t at) {
+        file.read(begin + at, half(at), std::min(size, bytes - at));
+    };
 
     std::future<void> reading;  // goes before the memory into which it reads
     read(0);
     for (size_t at = 0; at < bytes; at += size) {
-        if (reading.valid()) reading.get();
+        if (reading.valid())
+            reading.get();
         dev.sync();  // the piece before this one is no longer needed
-        if (at + size < bytes) reading = start_async([&read, at, size] { read(at + size); });
+        if (at + size < bytes)
+            reading = start_async([&read, at, size] { read(at + size); });
         use(FilePiece{.data = half(at), .offset = at, .bytes = std::min(size, bytes - at)});
         note_progress();
     }
@@ -54,14 +61,15 @@ void check_parameters(Model& model, const std::string& what, const std::string& 
         const auto* x = static_cast<const typename Model::X*>(model.params.at(i));
         const size_t bad = count_nonfinite(model.dev, model.workspace().scratch, x, t.elements());
         if (bad)
-            throw Error(format("%s: not finite: %s (%zu of %zu elements); %s", what.c_str(), t.name, bad, t.elements(),
-                               advice.c_str()));
+            throw Error(format("%s: not finite: %s (%zu of %zu elements); %s", what.c_str(), t.name,
+                               bad, t.elements(), advice.c_str()));
     }
 }
 
-// GPT-2's initialisation (Radford et al. 2019, §2.3). Weights are normal with σ = 0.02, scaled by 1/√(2L) in the two
-// projections into the residual stream. Biases are 0 and layer norm weights 1. Padding rows of wte are 0. Parameter i
-// depends on the seed and i alone, so all ranks get the same.
+// GPT-2's initialisation (Radford et al. 2019, §2.3). Weights are normal with σ = 0.02, scaled by
+// 1/√(2L) in the two projections into the residual stream. Biases are 0 and layer norm weights 1.
+// Padding rows of wte are 0. Parameter i depends on the seed and i alone, so all ranks get the
+// same.
 template <class Model>
 void init_random(Model& model, uint64_t seed) {
     using A = typename Model::A;
@@ -84,8 +92,9 @@ void init_random(Model& model, uint64_t seed) {
         };
         fill(model.weights().wte + begin, begin, t.elements());
         if (master)
-            for_each_part(own, begin, begin + t.elements(),
-                          [&](const SharePart& part) { fill(master + part.state, part.parameter, part.count); });
+            for_each_part(own, begin, begin + t.elements(), [&](const SharePart& part) {
+                fill(master + part.state, part.parameter, part.count);
+            });
         begin += t.elements();
     }
     dev.sync();

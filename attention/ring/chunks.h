@@ -1,5 +1,6 @@
-// Blockwise attention on one device (Liu & Abbeel 2023). The queries and keys of a sequence come in chunks of any size,
-// forward and backward. Ring attention (ring.h) does the same with the chunks on different GPUs.
+// Blockwise attention on one device (Liu & Abbeel 2023). The queries and keys of a sequence come in
+// chunks of any size, forward and backward. Ring attention (ring.h) does the same with the chunks
+// on different GPUs.
 //
 //   forward    (o, lse) ← merge((o, lse), piece)    for each piece
 //              out = X(o)
@@ -14,22 +15,22 @@
 template <class Dev, class X>
 class Chunks : public Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
+    using Base::of_keys, Base::parts, Base::q_;
     using Base::q_sum_, Base::s_, Base::tokens, Base::view;
     using Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::keys, Base::kv_elements;
-    using Base::of_keys, Base::parts, Base::q_;
 
   public:
     using Base::place, typename Base::A;
     // Of a shape with Tq = Tk. The last chunks hold what is left. place() gives it memory.
-    Chunks(const Dev& dev, const AttentionShape& shape, int q_chunk, int k_chunk, Attention kind = Attention::flash)
+    Chunks(const Dev& dev, const AttentionShape& shape, int q_chunk, int k_chunk,
+           Attention kind = Attention::flash)
         : Base(dev, shape, kind), q_chunk_(q_chunk), k_chunk_(k_chunk) {}
 
     void forward(X* out, A* lse, const X* qkv) {
         const Piece<A> sum = Base::begin(lse);
         // Every query sees key 0, so its first piece is of the first chunk of keys.
-        for_each_piece([&](const PieceCall& p) {
-            Base::forward(p, {.qkv = qkv}, sum, p.k0 == 0, sum.o);
-        });
+        for_each_piece(
+            [&](const PieceCall& p) { Base::forward(p, {.qkv = qkv}, sum, p.k0 == 0, sum.o); });
         add(dev_, tokens(T()), view(out), sum.o);  // the one rounding
     }
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
@@ -37,7 +38,9 @@ class Chunks : public Pieces<Dev, X> {
         dev_.zero(dkv_sum_, kv_elements() * sizeof(A));
         for_each_piece([&](const PieceCall& p) {
             Base::backward(p, {.qkv = qkv, .dout = dout, .out = out, .lse = lse}, q_, dkv_);
-            const auto add_to = [&](const AttentionShape& s, Heads<A> sum, Heads<A> x) { add(dev_, s, sum, sum, x); };
+            const auto add_to = [&](const AttentionShape& s, Heads<A> sum, Heads<A> x) {
+                add(dev_, s, sum, sum, x);
+            };
             add_to(tokens(p.Tq), view(q_sum_).from(p.q0), view(q_).from(p.q0));
             add_to(keys(p.Tk), of_keys(dkv_sum_).from(p.k0), of_keys(dkv_).from(p.k0));
         });

@@ -1,6 +1,6 @@
-// Merges and adds the results of pieces. Bound by memory, so a thread takes four elements at once, 16 bytes of fp32. A
-// block owns one token with all of its heads.
-// merge writes dst, lse and rest. add writes dst.  Limits: HS divides 128.
+// Merges and adds the results of pieces. Bound by memory, so a thread takes four elements at once,
+// 16 bytes of fp32. A block owns one token with all of its heads. merge writes dst, lse and rest.
+// add writes dst.  Limits: HS divides 128.
 #include <algorithm>
 
 #include "attention/ring/pieces.h"
@@ -25,10 +25,12 @@ __global__ void merge_kernel(AttentionShape s, Heads<Y> dst, Piece<float> sum, P
         const auto o = load<kWide>(at(sum.o, b, t) + i), o_b = load<kWide>(at(piece.o, b, t) + i);
         const Merge<float> merge(sum, piece, head, t);
         Vec<float, kWide> o_new;
-        for (int k = 0; k < kWide; k++) o_new.x[k] = merge.of(o[k], o_b[k]);
+        for (int k = 0; k < kWide; k++)
+            o_new.x[k] = merge.of(o[k], o_b[k]);
         store(at(dst, b, t) + i, o_new);
         __syncwarp();
-        if (i % s.HS == 0) merge.keep(sum, head, t);
+        if (i % s.HS == 0)
+            merge.keep(sum, head, t);
     }
 }
 
@@ -38,9 +40,11 @@ __global__ void add_kernel(AttentionShape s, Heads<Y> dst, Heads<Z> a, Heads<Z> 
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
         Vec<float, kWide> sum = {};
         const auto take = [&](const Heads<Z>& x) {
-            if (!x.ptr) return;
+            if (!x.ptr)
+                return;
             const auto addend = load<kWide>(at(x, sequence, t) + i);
-            for (int k = 0; k < kWide; k++) sum.x[k] += addend[k];
+            for (int k = 0; k < kWide; k++)
+                sum.x[k] += addend[k];
         };
         take(a);
         take(b);
@@ -52,9 +56,12 @@ __global__ void add_kernel(AttentionShape s, Heads<Y> dst, Heads<Z> a, Heads<Z> 
 // -------------------------------------------------------------------------------------------------
 
 template <class... P, class... Arguments>
-void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const AttentionShape& s, Arguments... arguments) {
-    if (kWarp * kWide % s.HS) throw Error(format("attention in pieces: head size %d, expected a divisor of 128", s.HS));
-    const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq, threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
+void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const AttentionShape& s,
+            Arguments... arguments) {
+    if (kWarp * kWide % s.HS)
+        throw Error(format("attention in pieces: head size %d, expected a divisor of 128", s.HS));
+    const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq,
+                   threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
     kernel<<<tokens, std::min(threads, kMostThreads), 0, dev.stream>>>(s, arguments...);
     LAUNCH_CHECK("attention in pieces");
 }
@@ -62,17 +69,22 @@ void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const Attenti
 }  // namespace
 
 template <class Y>
-void merge(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, const Piece<float>& sum, const Piece<float>& piece) {
+void merge(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, const Piece<float>& sum,
+           const Piece<float>& piece) {
     launch(dev, merge_kernel<Y>, s, dst, sum, piece);
 }
 template <class Y, class Z>
-void add(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, Heads<Z> a, Heads<Z> b, Heads<Z> c) {
+void add(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, Heads<Z> a, Heads<Z> b,
+         Heads<Z> c) {
     launch(dev, add_kernel<Y, Z>, s, dst, a, b, c);
 }
 
-template void merge(const Cuda&, const AttentionShape&, Heads<float>, const Piece<float>&, const Piece<float>&);
-template void merge(const Cuda&, const AttentionShape&, Heads<bf16>, const Piece<float>&, const Piece<float>&);
-#define ADD(Y, Z) template void add(const Cuda&, const AttentionShape&, Heads<Y>, Heads<Z>, Heads<Z>, Heads<Z>)
+template void merge(const Cuda&, const AttentionShape&, Heads<float>, const Piece<float>&,
+                    const Piece<float>&);
+template void merge(const Cuda&, const AttentionShape&, Heads<bf16>, const Piece<float>&,
+                    const Piece<float>&);
+#define ADD(Y, Z) \
+    template void add(const Cuda&, const AttentionShape&, Heads<Y>, Heads<Z>, Heads<Z>, Heads<Z>)
 ADD(float, float);
 ADD(bf16, float);
 ADD(float, const float);

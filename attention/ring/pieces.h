@@ -1,12 +1,14 @@
-// What chunks (chunks.h) and rings (ring.h) are made of: calls of some queries with some keys. Their fp32 results are
-// merged or added up, and rounded once.
+// What chunks (chunks.h) and rings (ring.h) are made of: calls of some queries with some keys.
+// Their fp32 results are merged or added up, and rounded once.
 //
-// merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_b and lse_b.
+// merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_b and
+// lse_b.
 //   o ← o − σ(lse_b − lse)(o − o_b);   lse ← log(exp lse + exp lse_b)
 //
-// A merged lse has a rest, which is what rounding took. Both together have twice the digits. At lse = 9 rounding to
-// fp32 changes lse by up to 5e-7. The merge's weight and all of the row's P in backward get that as a relative error.
-// It is several times fp32's own, and every merge would add it anew.
+// A merged lse has a rest, which is what rounding took. Both together have twice the digits. At lse
+// = 9 rounding to fp32 changes lse by up to 5e-7. The merge's weight and all of the row's P in
+// backward get that as a relative error. It is several times fp32's own, and every merge would add
+// it anew.
 #pragma once
 #include "attention/attention.h"
 
@@ -39,18 +41,23 @@ struct Merge {
         lse = static_cast<A>(merged);
         rest = static_cast<A>(merged - lse);
     }
-    __host__ __device__ A of(A o, A o_b) const { return heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b); }
+    __host__ __device__ A of(A o, A o_b) const {
+        return heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b);
+    }
     __host__ __device__ void keep(const Piece<A>& sum, size_t head, int t) const {
         sum.lse.ptr[head * sum.lse.head + t] = lse;
         sum.rest.ptr[head * sum.rest.head + t] = rest;
     }
 };
 
-// These work on (B, Tq, NH, HS) of views, whose rows are 16-byte aligned, or 8-byte in bf16. HS divides 128 on a GPU.
+// These work on (B, Tq, NH, HS) of views, whose rows are 16-byte aligned, or 8-byte in bf16. HS
+// divides 128 on a GPU.
 template <class Y>  // merges `piece` into `sum`, but the merged o goes to dst, which may be sum.o
-void merge(const Cuda&, const AttentionShape&, Heads<Y> dst, const Piece<float>& sum, const Piece<float>& piece);
+void merge(const Cuda&, const AttentionShape&, Heads<Y> dst, const Piece<float>& sum,
+           const Piece<float>& piece);
 template <class Y, class Z>  // dst ← a + b + c, without those that are null. dst may be one of them
-void add(const Cuda&, const AttentionShape&, Heads<Y> dst, Heads<Z> a, Heads<Z> b = {}, Heads<Z> c = {});
+void add(const Cuda&, const AttentionShape&, Heads<Y> dst, Heads<Z> a, Heads<Z> b = {},
+         Heads<Z> c = {});
 
 // Some queries with some keys, and a mask that ends where the keys end, or none.
 struct PieceCall {
@@ -66,7 +73,8 @@ template <class Dev, class X>
 class Pieces {
   public:
     using A = Acc<X>;
-    size_t lse_elements() const { return kHasRest ? 2 * rows() : rows(); }  // (B, NH, T), then the rest of each
+    // (B, NH, T), then the rest of each
+    size_t lse_elements() const { return kHasRest ? 2 * rows() : rows(); }
     size_t bytes() const { return next_ - begin_; }
 
   protected:
@@ -91,11 +99,16 @@ class Pieces {
         const A* lse = nullptr;
         const X* kv = nullptr;  // another rank's keys and values (B, T, 2, heads, HS), not qkv's
     };
-    Pieces(const Dev& dev, const AttentionShape& s, Attention kind) : dev_(dev), s_(s), kind_(kind) { place(nullptr); }
+    Pieces(const Dev& dev, const AttentionShape& s, Attention kind)
+        : dev_(dev), s_(s), kind_(kind) {
+        place(nullptr);
+    }
     void place(void* memory) {
         begin_ = next_ = reinterpret_cast<uintptr_t>(memory);
-        for (A** p : {&q_sum_, &q_}) take(*p, s_.queries().elements());
-        for (A** p : {&dkv_sum_, &dkv_}) take(*p, kv_elements());
+        for (A** p : {&q_sum_, &q_})
+            take(*p, s_.queries().elements());
+        for (A** p : {&dkv_sum_, &dkv_})
+            take(*p, kv_elements());
         take(piece_rest_, 2 * rows());
         sum_rest_ = piece_rest_ + rows();
         take(piece_lse_, rows());
@@ -158,7 +171,8 @@ class Pieces {
         Heads<const X> v;
     };
     KeysAndValues keys_and_values(const Inputs& in) const {
-        if (in.kv) return {.k = of_others(in.kv), .v = of_others(in.kv + s_.keys().C())};
+        if (in.kv)
+            return {.k = of_others(in.kv), .v = of_others(in.kv + s_.keys().C())};
         const PackedHeads<const X> own = parts(in.qkv);
         return {.k = own.k, .v = own.v};
     }
@@ -172,15 +186,17 @@ class Pieces {
     }
     // What all queries have before the first piece.
     Piece<A> begin(A* lse) {
-        if (!kHasRest) dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_
+        if (!kHasRest)
+            dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_
         A* const rest = kHasRest ? rest_of(lse) : sum_rest_;
         return {.o = view(q_sum_), .lse = stats(lse), .rest = stats(rest)};
     }
-    // A query's first piece writes the sum. The others merge into it, and their merged o goes to dst.
+    // A query's first piece writes the sum. The others merge into it, and their merged o goes to
+    // dst.
     template <class Y>
-    void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first, Heads<Y> dst) {
-        const Piece<A> own{
-            .o = view(q_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
+    void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first,
+                 Heads<Y> dst) {
+        const Piece<A> own{.o = view(q_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
         const Piece<A> to = (first ? sum : own).from(p.q0);
         const KeysAndValues kv = keys_and_values(in);
         AttentionForward<X, A> c{shape_of(p)};
@@ -189,9 +205,11 @@ class Pieces {
         c.v = kv.v.from(p.k0);
         c.out = to.o;
         c.lse = to.lse;
-        if (kHasRest) c.lse_rest = to.rest;
+        if (kHasRest)
+            c.lse_rest = to.rest;
         attention_forward(dev_, kind_, c);
-        if (!first) merge(dev_, tokens(p.Tq), dst.from(p.q0), sum.from(p.q0), to);
+        if (!first)
+            merge(dev_, tokens(p.Tq), dst.from(p.q0), sum.from(p.q0), to);
     }
     // The results go to the piece's places in dq and dkv.
     void backward(const PieceCall& p, const Inputs& in, A* dq, A* dkv) {
@@ -203,7 +221,8 @@ class Pieces {
         c.dout = view(in.dout).from(p.q0);
         c.out = view(in.out).from(p.q0);
         c.lse = stats(in.lse).from(p.q0);
-        if (kHasRest) c.lse_rest = stats(rest_of(in.lse)).from(p.q0);
+        if (kHasRest)
+            c.lse_rest = stats(rest_of(in.lse)).from(p.q0);
         c.dq = view(dq).from(p.q0);
         c.dk = of_keys(dkv).from(p.k0);
         c.dv = of_keys(dkv + s_.keys().C()).from(p.k0);

@@ -1,5 +1,5 @@
-// The errors of every attention kernel against fp64, beside the errors of naive in the same precision on the same
-// inputs.
+// The errors of every attention kernel against fp64, beside the errors of naive in the same
+// precision on the same inputs.
 //
 //   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh), checked against layers/cpu's
 //              plain loops first
@@ -11,7 +11,8 @@
 //              signal-to-noise ratio 20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's
 //              largest and L2 error, which dev/common/bounds.h bounds
 //
-// naive always runs. Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
+// naive always runs. Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its
+// bound or NaN.
 //
 // Run: ./dev/accuracy --help
 #include <list>
@@ -34,7 +35,8 @@ static void check_oracle(const Cuda& dev, int HS) {
     fill_normal(dev, +inputs, 4 * n, 1);
     std::vector<float> host(4 * n);
     dev.download(host.data(), inputs, 4 * n * sizeof(float));
-    const std::vector<double> qkv(host.begin(), host.begin() + 3 * n), dout(host.begin() + 3 * n, host.end());
+    const std::vector<double> qkv(host.begin(), host.begin() + 3 * n),
+        dout(host.begin() + 3 * n, host.end());
     for (bool causal : {true, false}) {
         s.causal = causal;
         std::vector<double> want[kTensors], dqkv(3 * n);
@@ -42,8 +44,10 @@ static void check_oracle(const Cuda& dev, int HS) {
         want[Lse].resize(T);
         double *const out = want[Out].data(), *const lse = want[Lse].data();
         attention_forward(Cpu(), layer_forward<double>(out, lse, qkv.data(), s));
-        attention_backward(Cpu(), layer_backward<double>(dqkv.data(), dout.data(), out, lse, qkv.data(), s));
-        for (size_t i = 0; i < 3 * n; i++) want[Dq + i / HS % 3].push_back(dqkv[i]);
+        attention_backward(
+            Cpu(), layer_backward<double>(dqkv.data(), dout.data(), out, lse, qkv.data(), s));
+        for (size_t i = 0; i < 3 * n; i++)
+            want[Dq + i / HS % 3].push_back(dqkv[i]);
 
         Oracle oracle(dev, T, HS, 100);
         gather<float>(dev, oracle, inputs, inputs + 3 * n, s, 0, 0);
@@ -52,9 +56,12 @@ static void check_oracle(const Cuda& dev, int HS) {
             std::vector<double> got(want[i].size());
             dev.download(got.data(), oracle.results[i], got.size() * sizeof(double));
             for (size_t j = 0; j < got.size(); j++)
-                if (!(std::fabs(got[j] - want[i][j]) <= 1e-12 * std::max(1., std::fabs(want[i][j]))))
-                    throw Error(format("the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, layers/cpu has %.17g", T,
-                                       HS, causal ? "causal" : "not causal", kNames[i], j, got[j], want[i][j]));
+                if (!(std::fabs(got[j] - want[i][j]) <=
+                      1e-12 * std::max(1., std::fabs(want[i][j]))))
+                    throw Error(format(
+                        "the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, layers/cpu has "
+                        "%.17g",
+                        T, HS, causal ? "causal" : "not causal", kNames[i], j, got[j], want[i][j]));
         }
     }
 }
@@ -74,41 +81,54 @@ struct Study {
 };
 
 template <class X>
-void report(Study& study, const Result<X>& result, const Errors& naive, const AttentionShape& s, const Input& input,
-            int tensor) {
+void report(Study& study, const Result<X>& result, const Errors& naive, const AttentionShape& s,
+            const Input& input, int tensor) {
     const Errors& e = result.errors;
     const bool bound = result.run.kernel.flash, bf16_lse = tensor == Lse && std::is_same_v<X, bf16>;
     const ErrorBound k = error_bound(result.run.kernel, tensor, s);
-    const double ratio_max = e.max(tensor) / naive.max(tensor), ratio_l2 = e.l2(tensor) / naive.l2(tensor);
+    const double ratio_max = e.max(tensor) / naive.max(tensor),
+                 ratio_l2 = e.l2(tensor) / naive.l2(tensor);
     const double largest = e.largest_value(tensor);
     const double most = k.max * naive.max(tensor) + one_rounding<X>(tensor, largest) +
                         roundoff<X>(k, tensor, naive.max(tensor), largest) * largest;
-    const bool ok =
-        bf16_lse ? e.max(tensor) <= bf16_lse_bound(largest) : e.max(tensor) <= most && (s.Tq <= 2 || ratio_l2 <= k.l2);
+    const bool ok = bf16_lse ? e.max(tensor) <= bf16_lse_bound(largest)
+                             : e.max(tensor) <= most && (s.Tq <= 2 || ratio_l2 <= k.l2);
     const std::string rule = bf16_lse ? "absolute" : format("%g %g", k.max, k.l2);
     const std::string verdict = !bound ? "" : ok ? rule : "BEYOND " + rule;
-    std::printf("  %-4s %-14s %9.2e %9.2e %9.2e %7.1f | %6.2f %6.2f %s\n", kNames[tensor], result.name, e.max(tensor),
-                e.mean(tensor), e.l2(tensor), e.snr_db(tensor), ratio_max, ratio_l2, verdict.c_str());
+    std::printf("  %-4s %-14s %9.2e %9.2e %9.2e %7.1f | %6.2f %6.2f %s\n", kNames[tensor],
+                result.name, e.max(tensor), e.mean(tensor), e.l2(tensor), e.snr_db(tensor),
+                ratio_max, ratio_l2, verdict.c_str());
     study.beyond += bound && !ok;
     Row row = result_row(study.dev, "accuracy");
-    row.add("kernel", result.name).add("dtype", name_of(dtype_of<X>())).add("B", s.B).add("T", s.Tq).add("NH", s.NH);
-    row.add("HS", s.HS).add("causal", s.causal).add("input", input.name).add("tensor", kNames[tensor]);
-    row.add("max_error", e.max(tensor)).add("mean_error", e.mean(tensor)).add("relative_l2", e.l2(tensor));
+    row.add("kernel", result.name)
+        .add("dtype", name_of(dtype_of<X>()))
+        .add("B", s.B)
+        .add("T", s.Tq)
+        .add("NH", s.NH);
+    row.add("HS", s.HS)
+        .add("causal", s.causal)
+        .add("input", input.name)
+        .add("tensor", kNames[tensor]);
+    row.add("max_error", e.max(tensor))
+        .add("mean_error", e.mean(tensor))
+        .add("relative_l2", e.l2(tensor));
     row.add("snr_db", e.snr_db(tensor)).add("ratio_max", ratio_max).add("ratio_l2", ratio_l2);
     row.add("within_bounds", !bound || ok);
     study.log.write(row);
 }
 
 template <class X>
-void compare(Study& study, const std::vector<Subject<X>>& subjects, const AttentionShape& s, const Input& input) {
+void compare(Study& study, const std::vector<Subject<X>>& subjects, const AttentionShape& s,
+             const Input& input) {
     Cuda& dev = study.dev;
     const AttentionKernel<X>& naive = *subjects[0].kernel;
     std::printf("%s B%d T%d NH%d HS%d %s, %s\n", name_of(dtype_of<X>()), s.B, s.Tq, s.NH, s.HS,
                 s.causal ? "causal" : "not causal", input.text);
-    const size_t bytes =
-        naive.saved_bytes(s) + naive.scratch_bytes(s) + Oracle::bytes(s.Tq, s.HS) + 40 * s.rows() * s.HS * sizeof(X);
+    const size_t bytes = naive.saved_bytes(s) + naive.scratch_bytes(s) + Oracle::bytes(s.Tq, s.HS) +
+                         40 * s.rows() * s.HS * sizeof(X);
     if (bytes + (size_t{1} << 30) > dev.free_bytes()) {
-        std::printf("  skipped: naive needs %.1f GiB, free are %.1f\n", bytes / 0x1p30, dev.free_bytes() / 0x1p30);
+        std::printf("  skipped: naive needs %.1f GiB, free are %.1f\n", bytes / 0x1p30,
+                    dev.free_bytes() / 0x1p30);
         return;
     }
     const std::list<Result<X>> results = results_on(dev, subjects, s, input);
@@ -122,33 +142,42 @@ void compare(Study& study, const std::vector<Subject<X>>& subjects, const Attent
 template <class X>
 void study_all(Study& study) {
     const AttentionOptions& o = study.options;
-    if (!o.has<X>()) return;
+    if (!o.has<X>())
+        return;
     std::vector<Subject<X>> subjects;  // naive comes first, always, and with it naive_tf32
     bool chosen = false;
     for (const Subject<X>& subject : subjects_on<X>(study.dev)) {
         const bool asked = o.kernel == "all" || o.kernel == subject.name;
         chosen |= asked;
-        if (asked || !subject.kernel->flash) subjects.push_back(subject);
+        if (asked || !subject.kernel->flash)
+            subjects.push_back(subject);
     }
-    if (!chosen) return;
-    for (const auto& [B, T] : parse_shapes(!o.shapes.empty() ? o.shapes : o.quick ? kQuickShapes : kShapes))
-        for (const Input& input : kInputs) compare(study, subjects, o.shape(B, T), input);
-    if (o.shapes.empty()) compare(study, subjects, {2, 256, 256, 2, std::atoi(o.hs.c_str()), false}, kInputs[0]);
+    if (!chosen)
+        return;
+    for (const auto& [B, T] : parse_shapes(!o.shapes.empty() ? o.shapes
+                                           : o.quick         ? kQuickShapes
+                                                             : kShapes))
+        for (const Input& input : kInputs)
+            compare(study, subjects, o.shape(B, T), input);
+    if (o.shapes.empty())
+        compare(study, subjects, {2, 256, 256, 2, std::atoi(o.hs.c_str()), false}, kInputs[0]);
 }
 
 int main(int argc, char** argv) {
     AttentionOptions options;
-    const AttentionProgram program{"accuracy", "The attention kernels' errors against fp64.", "accuracy",
-                                   "T from 64 to 16384, and 2x256 not causal", "T up to 1024"};
+    const AttentionProgram program{"accuracy", "The attention kernels' errors against fp64.",
+                                   "accuracy", "T from 64 to 16384, and 2x256 not causal",
+                                   "T up to 1024"};
     return attention_main(argc, argv, program, options, [&](Cuda& dev, Log& log) {
         check_oracle(dev, std::atoi(options.hs.c_str()));
         std::printf("%s: errors against fp64, and multiples of naive's\n", dev.name.c_str());
-        std::printf("  %-4s %-14s %9s %9s %9s %7s | %6s %6s bounds\n", "", "kernel", "max", "mean", "rel. L2", "SNR dB",
-                    "x max", "x L2");
+        std::printf("  %-4s %-14s %9s %9s %9s %7s | %6s %6s bounds\n", "", "kernel", "max", "mean",
+                    "rel. L2", "SNR dB", "x max", "x L2");
         Study study{dev, options, log};
         study_all<float>(study);
         study_all<bf16>(study);
-        if (study.beyond) std::fprintf(stderr, "accuracy: %d figures beyond their bounds\n", study.beyond);
+        if (study.beyond)
+            std::fprintf(stderr, "accuracy: %d figures beyond their bounds\n", study.beyond);
         return study.beyond ? 1 : 0;
     });
 }

@@ -1,4 +1,5 @@
-// The ring's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
+// The ring's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B
+// = 1.
 //
 //   single     the time of one GPU's kernel for all tokens, divided by N. Without any cost a ring
 //              would take this long
@@ -8,7 +9,8 @@
 //              of cutting, and against ring the transfers that compute does not hide
 //   hop        the keys and values of all ranks go to the next rank, and nothing else happens
 //
-// A shorter ring is validated first, by the bounds of dev/test_ring. dev/common/bench.h has the protocols.
+// A shorter ring is validated first, by the bounds of dev/test_ring. dev/common/bench.h has the
+// protocols.
 //
 // Run: ./dev/bench_ring --help
 #include "dev/common/bench.h"
@@ -34,8 +36,10 @@ struct Bench {
     const Options& options;
     const Cuda& dev;
     NcclComm& comm;
-    const int N = comm.size, tokens = options.tokens, NH = options.heads, HS = std::atoi(options.hs.c_str());
-    const DeviceMemory flag = random_memory(dev, 16);  // of the collective that lets all ranks start together
+    const int N = comm.size, tokens = options.tokens, NH = options.heads,
+              HS = std::atoi(options.hs.c_str());
+    // of the collective that lets all ranks start together
+    const DeviceMemory flag = random_memory(dev, 16);
 
     double slowest(double ms) const {
         std::vector<double> all(comm.size, ms);
@@ -67,7 +71,8 @@ struct Bench {
     Passes time(Way& way, int T) const {
         const size_t n = size_t(T) * NH * HS;
         const DeviceMemory memory = random_memory(dev, 9 * n * sizeof(bf16));
-        bf16 *const qkv = static_cast<bf16*>(memory.get()), *const dout = qkv + 3 * n, *const out = dout + n;
+        bf16 *const qkv = static_cast<bf16*>(memory.get()), *const dout = qkv + 3 * n,
+                    *const out = dout + n;
         bf16* const dqkv = out + n;
         float* const lse = reinterpret_cast<float*>(dqkv + 3 * n);
         const auto forward = [&] { way.forward(out, lse, qkv); };
@@ -100,27 +105,36 @@ struct Bench {
 static void run_bench(const Bench& b) {
     const int T = 2 * b.N * 150;
     check_ring<bf16>(b.dev, b.comm, {1, T, T, 2, b.HS});
-    if (test::failed_checks()) throw Error(format("rank %d: the ring is wrong, so it is not timed", b.comm.rank));
+    if (test::failed_checks())
+        throw Error(format("rank %d: the ring is wrong, so it is not timed", b.comm.rank));
     Cpu::Comm none;  // sends nothing
     const int all = b.N * b.tokens;
     const Unchunked<bf16, Cuda> unchunked{b.dev, {1, all, all, b.NH, b.HS}};
-    const Passes single = b.time(unchunked, all), ring = b.time_ring(b.comm), still = b.time_ring(none);
+    const Passes single = b.time(unchunked, all), ring = b.time_ring(b.comm),
+                 still = b.time_ring(none);
     const Figures hop = b.time_hop();
-    if (b.comm.rank > 0) return;
+    if (b.comm.rank > 0)
+        return;
     Log log = results_log(b.dev, "ring_speed", b.options);
     std::printf(
-        "%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's rate), hop %.3f/%.3f\n",
+        "%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's "
+        "rate), hop %.3f/%.3f\n",
         b.dev.name.c_str(), b.N, b.tokens, b.NH, b.HS, hop.cool, hop.sustained);
     for (int pass : {0, 1}) {
         const char* name = pass ? "forward+backward" : "forward";
         const Figures one{single[pass].cool / b.N, single[pass].sustained / b.N};
         Row row = result_row(b.dev, "ring_speed");
-        row.add("pass", name).add("gpus", b.N).add("tokens_per_gpu", b.tokens).add("NH", b.NH).add("HS", b.HS);
+        row.add("pass", name)
+            .add("gpus", b.N)
+            .add("tokens_per_gpu", b.tokens)
+            .add("NH", b.NH)
+            .add("HS", b.HS);
         std::printf("  %-16s", name);
         const auto show = [&](const char* what, const std::string& field, const Figures& ms) {
-            std::printf("  %s %.3f/%.3f (%.1f/%.1f %%)", what, ms.cool, ms.sustained, 100 * one.cool / ms.cool,
-                        100 * one.sustained / ms.sustained);
-            row.add((field + "ms").c_str(), ms.cool).add((field + "ms_sustained").c_str(), ms.sustained);
+            std::printf("  %s %.3f/%.3f (%.1f/%.1f %%)", what, ms.cool, ms.sustained,
+                        100 * one.cool / ms.cool, 100 * one.sustained / ms.sustained);
+            row.add((field + "ms").c_str(), ms.cool)
+                .add((field + "ms_sustained").c_str(), ms.sustained);
         };
         show("single", "single_", one);
         show("ring", "", ring[pass]);
@@ -134,19 +148,23 @@ static void run_bench(const Bench& b) {
 int main(int argc, char** argv) {
     Options o;
     const std::vector<Option> table = {
-        {"--gpus", "", Option::Int, &o.gpus, "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
+        {"--gpus", "", Option::Int, &o.gpus,
+         "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
         {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
     };
-    return bench_main(argc, argv, "bench_ring", "The ring's speed.", "ring_speed.jsonl", o, table, [&] {
-        const Place place = place_from_environment();
-        if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
-        if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
-        const std::string id = rendezvous(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
-        Cuda dev(place.local_rank);
-        NcclComm comm(dev, place.rank, place.size, id);
-        run_bench({o, dev, comm});
-        return 0;
-    });
+    return bench_main(
+        argc, argv, "bench_ring", "The ring's speed.", "ring_speed.jsonl", o, table, [&] {
+            const Place place = place_from_environment();
+            if (o.gpus > 1 && place.size == 1)
+                return launch_ranks(o.gpus, argv);
+            if (place.size < 2)
+                throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
+            const std::string id = rendezvous(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
+            Cuda dev(place.local_rank);
+            NcclComm comm(dev, place.rank, place.size, id);
+            run_bench({o, dev, comm});
+            return 0;
+        });
 }

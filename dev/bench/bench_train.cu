@@ -1,26 +1,28 @@
-// Training speed and memory of the whole step: upload, forward, loss, backward, clipping, update, and reading back the
-// loss. Token ids are random, each as often as in text. The figures are sustained. After 3 s of steps to warm up it
-// takes the mean of the next 5 s.
+// Training speed and memory of the whole step: upload, forward, loss, backward, clipping, update,
+// and reading back the loss. Token ids are random, each as often as in text. The figures are
+// sustained. After 3 s of steps to warm up it takes the mean of the next 5 s.
 //
 //   ./dev/bench_train                   GPT-2 124M in bf16 at several B
 //   ./dev/bench_train --generation      a generated token, early and late in a text
 //   ./dev/bench_train --model d12 --shapes 64x1024 --precision bf16 --attention flash --json
 //
-// It validates first. Unless the loss starts at ln V and falls over 20 steps on one batch, it prints no time.
+// It validates first. Unless the loss starts at ln V and falls over 20 steps on one batch, it
+// prints no time.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <list>
 #include <map>
 
-#include "train_gpt2.cu"
 #include "cuda/activation.cuh"
 #include "dev/common/bench.h"
+#include "train_gpt2.cu"
 
 namespace {
 
 // -------------------------------------------------------------------------------------------------
-// --breakdown runs the same model over a backend that is Cuda with a stopwatch around every layer call. The cost of a
-// call is its FLOPs and the least bytes that it must move, with every tensor read or written once.
+// --breakdown runs the same model over a backend that is Cuda with a stopwatch around every layer
+// call. The cost of a call is its FLOPs and the least bytes that it must move, with every tensor
+// read or written once.
 
 struct Work {
     std::string name;
@@ -44,7 +46,8 @@ struct Timed : Cuda {
 
     template <class Call>
     void time(const Work& work, Call call) const {
-        if (!lines.count(work.name)) order.push_back(work.name);
+        if (!lines.count(work.name))
+            order.push_back(work.name);
         Line& line = lines[work.name];
         line.flops += work.flops, line.bytes += work.bytes, line.calls++;
         Lap& lap = laps.emplace_back();
@@ -54,7 +57,8 @@ struct Timed : Cuda {
         lap.end.record(*this);
     }
     void collect() const {  // after a step
-        for (const Lap& lap : laps) lines[lap.name].ms += lap.start.ms_until(lap.end);
+        for (const Lap& lap : laps)
+            lines[lap.name].ms += lap.start.ms_until(lap.end);
         laps.clear();
     }
     void zero(void* p, size_t bytes) const {
@@ -74,8 +78,8 @@ Work work_of(F f, const A&... a) {
     return std::apply(f, std::tuple_cat(number(a)...));
 }
 
-// The layer functions again for Timed. Overload resolution prefers them to those for its base, Cuda. A call has the
-// work that follows from its sizes, and from x, the bytes of an activation.
+// The layer functions again for Timed. Overload resolution prefers them to those for its base,
+// Cuda. A call has the work that follows from its sizes, and from x, the bytes of an activation.
 #define LAYER(function, sizes, ...)                                                 \
     template <class... A>                                                           \
     void function(const Timed& t, const A&... a) {                                  \
@@ -96,9 +100,10 @@ LAYER(matmul_activation_forward, (double N, double C, double OC),
 LAYER(qkv_bias_backward, (double N, double C), "bias gradients of q, k, v", 0, (N * C + C * C) * x)
 LAYER(attention_forward, (double B, double, double T, double NH, double HS), "attention forward",
       2 * B * T * T * NH * HS, 4 * x * B * T * NH * HS)
-LAYER(attention_backward, (double B, double T, double NH, double HS), "attention backward", 5 * B * T * T * NH * HS,
-      8 * x * B * T * NH * HS)
-LAYER(cross_entropy, (double, double N, double C, double, double Vp), product(x, "forward, cross entropy", N, C, Vp))
+LAYER(attention_backward, (double B, double T, double NH, double HS), "attention backward",
+      5 * B * T * T * NH * HS, 8 * x * B * T * NH * HS)
+LAYER(cross_entropy, (double, double N, double C, double, double Vp),
+      product(x, "forward, cross entropy", N, C, Vp))
 LAYER(global_norm, (double n), "gradient norm", 0, sizeof(float) * n)
 // The calls of a ring are not timed, because the benchmark has one GPU.
 template <class X>
@@ -110,14 +115,16 @@ void attention_backward(const Timed& t, Attention kind, const AttentionBackward<
     attention_backward(static_cast<const Cuda&>(t), kind, call);
 }
 template <class X>
-void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
-                    const X* residual = nullptr) {
-    t.time(product(t.x, "forward", N, C, OC, residual ? t.x * N * OC : 0),
-           [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC, residual); });
+void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N,
+                    int C, int OC, const X* residual = nullptr) {
+    t.time(product(t.x, "forward", N, C, OC, residual ? t.x * N * OC : 0), [&](const Cuda& dev) {
+        matmul_forward(dev, out, inp, weight, bias, N, C, OC, residual);
+    });
 }
 // Each gradient of a linear layer by a call of its own.
 template <class X, class F>
-void time_gradients(const Timed& t, X* dinp, float* dweight, size_t N, int C, int OC, bool accumulate, F call) {
+void time_gradients(const Timed& t, X* dinp, float* dweight, size_t N, int C, int OC,
+                    bool accumulate, F call) {
     const double sums = double(C) * OC * ((accumulate ? 8 : 4) - t.x);
     if (dweight)
         t.time(product(t.x, "weight gradient", N, C, OC, sums),
@@ -127,18 +134,22 @@ void time_gradients(const Timed& t, X* dinp, float* dweight, size_t N, int C, in
                [&](const Cuda& dev) { call(dev, dinp, static_cast<float*>(nullptr)); });
 }
 template <class X>
-void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
-                     int C, int OC, bool accumulate = true) {
-    time_gradients(t, dinp, dweight, N, C, OC, accumulate, [&](const Cuda& dev, X* dinp, float* dweight) {
-        matmul_backward<X>(dev, dinp, dweight, dout, inp, weight, N, C, OC, accumulate);
-    });
+void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, const X* inp,
+                     const X* weight, size_t N, int C, int OC, bool accumulate = true) {
+    time_gradients(
+        t, dinp, dweight, N, C, OC, accumulate, [&](const Cuda& dev, X* dinp, float* dweight) {
+            matmul_backward<X>(dev, dinp, dweight, dout, inp, weight, N, C, OC, accumulate);
+        });
 }
 template <class X>
-void cross_entropy_backward(const Timed& t, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
-                            const X* weight, size_t N, int C, int Vp, bool accumulate) {
-    time_gradients(t, dinp, dweight, N, C, Vp, accumulate, [&](const Cuda& dev, X* dinp, float* dweight) {
-        cross_entropy_backward<X>(dev, dinp, dweight, scratch, dlogits, inp, weight, N, C, Vp, accumulate);
-    });
+void cross_entropy_backward(const Timed& t, X* dinp, float* dweight, void* scratch,
+                            const X* dlogits, const X* inp, const X* weight, size_t N, int C,
+                            int Vp, bool accumulate) {
+    time_gradients(t, dinp, dweight, N, C, Vp, accumulate,
+                   [&](const Cuda& dev, X* dinp, float* dweight) {
+                       cross_entropy_backward<X>(dev, dinp, dweight, scratch, dlogits, inp, weight,
+                                                 N, C, Vp, accumulate);
+                   });
 }
 template <class X>
 void matmul_activation_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch,
@@ -150,12 +161,14 @@ void matmul_activation_backward(const Timed& t, X* dpre, float* dpre_sum, X* out
     });
 }
 template <class X>
-void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, const float* grads, const float* norm,
-                  const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
+void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, const float* grads,
+                  const float* norm, const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
     double n = 0;
-    for (int i = 0; i < num_ranges; i++) n += ranges[i].size;
-    t.time({"adamw", 0, n * (7 * sizeof(float) + (master ? t.x : 0))},
-           [&](const Cuda& dev) { adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper); });
+    for (int i = 0; i < num_ranges; i++)
+        n += ranges[i].size;
+    t.time({"adamw", 0, n * (7 * sizeof(float) + (master ? t.x : 0))}, [&](const Cuda& dev) {
+        adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper);
+    });
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -167,18 +180,21 @@ struct Bench : Output {
     bool generation = false;
 };
 
-// Random token ids with p ∝ 1/(id + 2.7), as text has them by rank. GPT-2's low ids are its bytes and then its merges,
-// most frequent first, so an id is nearly a rank. Uniform ids would flatter us: llm.c is 15 % slower on those.
+// Random token ids with p ∝ 1/(id + 2.7), as text has them by rank. GPT-2's low ids are its bytes
+// and then its merges, most frequent first, so an id is nearly a rank. Uniform ids would flatter
+// us: llm.c is 15 % slower on those.
 struct TextIds {
     std::vector<double> up_to;  // the sum of p, not normalised
 
     explicit TextIds(int V) {
         double sum = 0;
-        for (int id = 0; id < V; id++) up_to.push_back(sum += 1 / (id + 2.7));
+        for (int id = 0; id < V; id++)
+            up_to.push_back(sum += 1 / (id + 2.7));
     }
     int draw(uint64_t seed, uint64_t index) const {
         const double at = uniform(seed, index) * up_to.back();
-        return static_cast<int>(std::upper_bound(up_to.begin(), up_to.end() - 1, at) - up_to.begin());
+        return static_cast<int>(std::upper_bound(up_to.begin(), up_to.end() - 1, at) -
+                                up_to.begin());
     }
 };
 
@@ -194,13 +210,19 @@ struct Trainer {
     Trainer(const Dev& dev, const Bench& o, const Config& config, int B, int T)
         : dev(dev),
           model(dev, config,
-                {.attention = {o.attention}, .B = B, .T = T, .training = true, .recompute = o.recompute}) {
+                {.attention = {o.attention},
+                 .B = B,
+                 .T = T,
+                 .training = true,
+                 .recompute = o.recompute}) {
         allocate_or_explain(model);
         init_random(model, 1);
         const size_t n = size_t(B) * T;
         pinned = static_cast<int*>(dev.alloc_host(model.batch_ints() * sizeof(int)));
         const TextIds ids(config.V);
-        for (size_t i = 0; i < 2 * n; i++) pinned[i] = ids.draw(3, i % n + i / n);  // targets: the next token
+        // targets: the next token
+        for (size_t i = 0; i < 2 * n; i++)
+            pinned[i] = ids.draw(3, i % n + i / n);
         encoder_plan(dev, pinned + 2 * n, pinned, n);
     }
     ~Trainer() { dev.free_host(pinned); }
@@ -228,18 +250,22 @@ struct Trainer {
             train();
             after_step();
             const double passed = std::chrono::duration<double>(Clock::now() - start).count();
-            if (passed >= seconds) return passed / steps * 1e3;
+            if (passed >= seconds)
+                return passed / steps * 1e3;
         }
     }
 };
 
-Row row_of(const Cuda& dev, const char* kind, const Bench& o, int B, int T, const char* call = nullptr) {
+Row row_of(const Cuda& dev, const char* kind, const Bench& o, int B, int T,
+           const char* call = nullptr) {
     Row row = result_row(dev, kind);
     row.add("kernel", "train_gpt2cu");
-    if (call) row.add("call", call);
+    if (call)
+        row.add("call", call);
     row.add("model", o.model).add("dtype", o.precision).add("B", B).add("T", T);
     row.add("ids", "text-like");
-    if (!call) row.add("gpus", 1);
+    if (!call)
+        row.add("gpus", 1);
     return row.add("attention", o.attention).add("recompute", o.recompute);
 }
 
@@ -247,20 +273,23 @@ template <class X>
 void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) {
     Trainer<Cuda, X> trainer(dev, o, config, B, T);
     const float first = trainer.train();
-    for (int i = 0; i < 18; i++) trainer.train();
+    for (int i = 0; i < 18; i++)
+        trainer.train();
     const float loss = trainer.train();
     if (!(std::fabs(first - std::log(config.V)) < 0.5f) || !(loss < first))
-        throw Error(format("B=%d T=%d: the loss goes from %g to %g, expected from ln V = %g down: not timed", B, T,
-                           first, loss, std::log(config.V)));
+        throw Error(format(
+            "B=%d T=%d: the loss goes from %g to %g, expected from ln V = %g down: not timed", B, T,
+            first, loss, std::log(config.V)));
 
     const auto nothing = [] {};
     trainer.train_for(3, nothing);
     const double ms = trainer.train_for(5, nothing), tok_s = double(B) * T / ms * 1e3;
-    const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // includes CUDA's context and libraries
+    // includes CUDA's context and libraries
+    const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
     const double mfu = mfu_percent(config.flops_per_token(T), tok_s, 1, peak);
-    std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
-                o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
+    std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(),
+                o.precision.c_str(), o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);
     Log log = results_log(dev, "train", o);
     Row row = row_of(dev, "train", o, B, T);
@@ -277,26 +306,32 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
     dev.lines.clear(), dev.order.clear();
     Event first, last;
     first.record(dev);
-    for (int i = 0; i < kSteps; i++) trainer.train(), dev.collect();
+    for (int i = 0; i < kSteps; i++)
+        trainer.train(), dev.collect();
     last.record(dev);
     const double step_ms = first.ms_until(last) / kSteps;
 
     std::printf(
-        "\n%s %s B=%d T=%d, sustained: a step of %.2f ms; beside it %.0f TFLOP/s (GEMM of %d³), %.2f TB/s (copy)\n",
-        o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev), copy.sustained * 1e-12);
-    std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step", "TFLOP/s", "%", "TB/s", "%",
-                "beyond");
+        "\n%s %s B=%d T=%d, sustained: a step of %.2f ms; beside it %.0f TFLOP/s (GEMM of %d³), "
+        "%.2f TB/s (copy)\n",
+        o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev),
+        copy.sustained * 1e-12);
+    std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step",
+                "TFLOP/s", "%", "TB/s", "%", "beyond");
     Log log = results_log(dev, "breakdown", o);
     double sum = 0;
     for (const std::string& name : dev.order) {
         const Timed::Line& line = dev.lines[name];
-        const double ms = line.ms / kSteps, tflops = line.flops / line.ms * 1e-9, tb_s = line.bytes / line.ms * 1e-9;
-        const double least = std::max(line.flops / gemm.sustained * 1e-9, line.bytes / copy.sustained * 1e3);
-        const double lost = std::max(0., ms - least / kSteps);  // a call may beat the GEMM and the copy measured here
+        const double ms = line.ms / kSteps, tflops = line.flops / line.ms * 1e-9,
+                     tb_s = line.bytes / line.ms * 1e-9;
+        const double least =
+            std::max(line.flops / gemm.sustained * 1e-9, line.bytes / copy.sustained * 1e3);
+        // a call may beat the GEMM and the copy measured here
+        const double lost = std::max(0., ms - least / kSteps);
         sum += ms;
-        std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(), line.calls / kSteps, ms,
-                    100 * ms / step_ms, tflops, 100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained,
-                    lost);
+        std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(),
+                    line.calls / kSteps, ms, 100 * ms / step_ms, tflops,
+                    100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained, lost);
         Row row = row_of(dev, "breakdown", o, B, T, name.c_str());
         row.add("calls", line.calls / kSteps).add("ms", ms).add("step_ms", step_ms);
         row.add("tflops", tflops).add("tb_s", tb_s).add("gemm_tflops_sustained", gemm.sustained);
@@ -309,21 +344,23 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
 // Milliseconds that a generated token takes: the best of 20, at several positions of a text.
 template <class X>
 void generation(const Cuda& dev, const Bench& o, const Config& config) {
-    GPT2<Cuda, X> model(dev, config, {.attention = {o.attention}, .B = 1, .T = config.max_T, .cache = true});
+    GPT2<Cuda, X> model(dev, config,
+                        {.attention = {o.attention}, .B = 1, .T = config.max_T, .cache = true});
     model.allocate();
     init_random(model, 1);
-    std::printf("%s, one text\n%-5s %-5s %-6s %8s %12s\n", dev.name.c_str(), "model", "dtype", "att", "position",
-                "ms a token");
+    std::printf("%s, one text\n%-5s %-5s %-6s %8s %12s\n", dev.name.c_str(), "model", "dtype",
+                "att", "position", "ms a token");
     Log log = results_log(dev, "generation", o);
     for (const int position : {10, 100, 500, 1000}) {
         double best = INFINITY;
         for (int i = 0; i < 20; i++) {
             const double start = now();
             logits_of_last(model, std::vector<int>(position + i, 7), i > 0);
-            if (i > 0) best = std::min(best, 1e3 * (now() - start));
+            if (i > 0)
+                best = std::min(best, 1e3 * (now() - start));
         }
-        std::printf("%-5s %-5s %-6s %8d %12.3f\n", o.model.c_str(), o.precision.c_str(), o.attention.c_str(), position,
-                    best);
+        std::printf("%-5s %-5s %-6s %8d %12.3f\n", o.model.c_str(), o.precision.c_str(),
+                    o.attention.c_str(), position, best);
         Row row = row_of(dev, "generation", o, 1, config.max_T);
         log.write(row.add("position", position).add("ms", best));
     }
@@ -336,17 +373,21 @@ int main(int argc, char** argv) {
     const std::vector<Option> table = {
         {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
         {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows"},
-        {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
+        {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations",
+         "bf16|fp32"},
         {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
         {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
         {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call"},
-        {"--generation", "", Option::Flag, &o.generation, "how long a generated token takes, early and late in a text"},
+        {"--generation", "", Option::Flag, &o.generation,
+         "how long a generated token takes, early and late in a text"},
     };
     const char* const about = "Tokens per second and memory of the training step.";
     const char* const files = "train.jsonl, breakdown.jsonl or generation.jsonl";
     return bench_main(argc, argv, "bench_train", about, files, o, table, [&] {
         if (o.shapes.empty())
-            o.shapes = o.breakdown ? "64x1024" : o.precision == "bf16" ? "4x1024,16x1024,64x1024" : "4x1024,16x1024";
+            o.shapes = o.breakdown             ? "64x1024"
+                       : o.precision == "bf16" ? "4x1024,16x1024,64x1024"
+                                               : "4x1024,16x1024";
         const auto shapes = parse_shapes(o.shapes);
         Timed dev(0);
         dev.tf32 = dev.sm >= 80;
@@ -355,8 +396,9 @@ int main(int argc, char** argv) {
         Config config;
         find_config(o.model, &config);
         if (!o.breakdown && !o.generation)
-            std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n", dev.name.c_str(),
-                        "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %", "GiB");
+            std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n",
+                        dev.name.c_str(), "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %",
+                        "GiB");
         const bool is_bf16 = o.precision == "bf16";
         if (o.generation) {
             is_bf16 ? generation<bf16>(dev, o, config) : generation<float>(dev, o, config);

@@ -1,5 +1,6 @@
-// What the programs about attention share. bench_attention and accuracy take their options and kernels from here. accuracy
-// and study_accumulation also take the inputs, and a kernel's results with their errors.
+// What the programs about attention share. bench_attention and accuracy take their options and
+// kernels from here. accuracy and study_accumulation also take the inputs, and a kernel's results
+// with their errors.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -32,9 +33,11 @@ struct AttentionProgram {
 
 // The programs' main. It calls run(dev, options, log) unless the command line only asks for help.
 template <class Run>
-int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o, Run run) {
+int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o,
+                   Run run) {
     const std::string shapes = std::string("BxT,BxT,… (default: ") + program.shapes + ")";
-    const std::string kernels = std::string("all|naive_tf32") + std::strchr(attention_names(), '|');  // without "flash"
+    // without "flash"
+    const std::string kernels = std::string("all|naive_tf32") + std::strchr(attention_names(), '|');
     const std::vector<Option> table = {
         {"--kernel", "", Option::Choice, &o.kernel, "which kernel", kernels.c_str()},
         {"--shapes", "", Option::String, &o.shapes, shapes.c_str()},
@@ -44,12 +47,14 @@ int attention_main(int argc, char** argv, const AttentionProgram& program, Atten
         {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key"},
         {"--quick", "", Option::Flag, &o.quick, program.quick},
     };
-    return bench_main(argc, argv, program.name, program.about, program.results + std::string(".jsonl"), o, table, [&] {
-        if (!o.shapes.empty()) parse_shapes(o.shapes);
-        Cuda dev;
-        Log log = results_log(dev, program.results, o);
-        return run(dev, log);
-    });
+    return bench_main(argc, argv, program.name, program.about,
+                      program.results + std::string(".jsonl"), o, table, [&] {
+                          if (!o.shapes.empty())
+                              parse_shapes(o.shapes);
+                          Cuda dev;
+                          Log log = results_log(dev, program.results, o);
+                          return run(dev, log);
+                      });
 }
 
 // A kernel of the table, or naive with TF32 products.
@@ -66,9 +71,11 @@ std::vector<Subject<X>> subjects_on(const Cuda& dev) {
     std::vector<Subject<X>> all;
     const AttentionKernels<X> kernels = attention_kernels<X>();
     for (const AttentionKernel<X>* k = kernels.begin; k != kernels.begin + kernels.count; k++) {
-        if (!k->runs_on(dev)) continue;
+        if (!k->runs_on(dev))
+            continue;
         all.push_back({k->name, k, false});
-        if (!k->flash && std::is_same_v<X, float>) all.push_back({"naive_tf32", k, true});
+        if (!k->flash && std::is_same_v<X, float>)
+            all.push_back({"naive_tf32", k, true});
     }
     return all;
 }
@@ -128,7 +135,8 @@ template <class X>
 __global__ void shape_inputs_kernel(X* x, size_t n, int C, Input input) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
     const int part = i < n / 4 * 3 ? i / C % 3 : 3;
-    if (i < n) x[i] = static_cast<X>((to_float(x[i]) + input.shift[part]) * input.factor[part]);
+    if (i < n)
+        x[i] = static_cast<X>((to_float(x[i]) + input.shift[part]) * input.factor[part]);
 }
 
 // What a kernel wrote, and its errors.
@@ -138,7 +146,8 @@ struct Result {
     KernelRun<X> run;
     Errors errors;
 
-    Result(Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const X* qkv, const X* dout)
+    Result(Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const X* qkv,
+           const X* dout)
         : name(subject.name), run(dev, *subject.kernel, s), errors(dev, s) {
         dev.tf32 = subject.tf32;
         run.forward(dev, qkv);
@@ -152,20 +161,24 @@ struct Result {
 
 // Of each subject, on the same input.
 template <class X>
-std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjects, const AttentionShape& s,
-                                const Input& input) {
+std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjects,
+                                const AttentionShape& s, const Input& input) {
     const size_t n = s.rows() * s.HS;
     const Poisoned<X> inputs(dev, 4 * n);
     X *const qkv = inputs, *const dout = qkv + 3 * n;
     fill_normal(dev, qkv, 4 * n, s.Tq);
-    shape_inputs_kernel<<<blocks_of(4 * n), kThreads, 0, dev.stream>>>(qkv, 4 * n, s.NH * s.HS, input);
+    shape_inputs_kernel<<<blocks_of(4 * n), kThreads, 0, dev.stream>>>(qkv, 4 * n, s.NH * s.HS,
+                                                                       input);
     LAUNCH_CHECK("shape_inputs_kernel");
 
     std::list<Result<X>> results;
-    for (const Subject<X>& subject : subjects) results.emplace_back(dev, subject, s, qkv, dout);
+    for (const Subject<X>& subject : subjects)
+        results.emplace_back(dev, subject, s, qkv, dout);
     for_each_head<X>(dev, qkv, dout, s, [&](const Oracle& oracle, int b, int h) {
-        for (Result<X>& r : results) r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
+        for (Result<X>& r : results)
+            r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
     });
-    for (Result<X>& r : results) r.errors.fetch();
+    for (Result<X>& r : results)
+        r.errors.fetch();
     return results;
 }

@@ -1,6 +1,8 @@
-// What the benchmarks share: the two timing protocols, random inputs, the GEMM rate to compare with, and result rows.
+// What the benchmarks share: the two timing protocols, random inputs, the GEMM rate to compare
+// with, and result rows.
 //
-// A power-capped GPU slows by 15 % within half a second of work, so a time means nothing without its protocol.
+// A power-capped GPU slows by 15 % within half a second of work, so a time means nothing without
+// its protocol.
 //   cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each after a rest
 //   sustained  0.5 s back to back, then the mean of the next 0.5 s
 // Both use device events. Both are reported. Compare figures only within one protocol.
@@ -48,10 +50,11 @@ class Event {
     cudaEvent_t event_;
 };
 
-// launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers. Each run comes after a rest of
-// four times the length of the run before, at most max_rest ms. Without it the clock falls after 60 ms of attention's
-// backward. The GPU pauses before it, so that the host can queue all of a timed pass. The time is then the GPU's and does
-// not depend on how fast the host launches.
+// launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers. Each run comes
+// after a rest of four times the length of the run before, at most max_rest ms. Without it the
+// clock falls after 60 ms of attention's backward. The GPU pauses before it, so that the host can
+// queue all of a timed pass. The time is then the GPU's and does not depend on how fast the host
+// launches.
 template <class Launch>
 double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     constexpr int kWarmUps = 3, kRuns = 15;
@@ -59,7 +62,8 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     dev.sync();
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     int i = 0;
-    for (; i < kWarmUps; i++) launch(i);
+    for (; i < kWarmUps; i++)
+        launch(i);
     std::array<double, kRuns> ms;
     double rest = 0.;
     for (double& run : ms) {
@@ -82,9 +86,11 @@ template <class Launch>
 double sustained_ms(const Cuda& dev, double about_ms, Launch launch) {
     const int runs = std::max(1, static_cast<int>(std::ceil(500. / about_ms)));
     Event start, end;
-    for (int i = 0; i < runs; i++) launch(i);
+    for (int i = 0; i < runs; i++)
+        launch(i);
     start.record(dev);
-    for (int i = 0; i < runs; i++) launch(i);
+    for (int i = 0; i < runs; i++)
+        launch(i);
     end.record(dev);
     return start.ms_until(end) / runs;
 }
@@ -93,7 +99,8 @@ template <class Launch>
 Figures measure_ms(const Cuda& dev, bool quick, Launch launch) {
     Figures ms;
     ms.cool = cool_ms(dev, launch);
-    if (!quick) ms.sustained = sustained_ms(dev, ms.cool, launch);
+    if (!quick)
+        ms.sustained = sustained_ms(dev, ms.cool, launch);
     return ms;
 }
 
@@ -113,8 +120,8 @@ inline std::vector<BatchShape> parse_shapes(const std::string& text) {
         const size_t comma = std::min(text.find(',', at), text.size());
         const std::string item = text.substr(at, comma - at);
         int B = 0, T = 0, used = 0;
-        if (std::sscanf(item.c_str(), "%dx%d%n", &B, &T, &used) != 2 || used != static_cast<int>(item.size()) ||
-            B < 1 || T < 1)
+        if (std::sscanf(item.c_str(), "%dx%d%n", &B, &T, &used) != 2 ||
+            used != static_cast<int>(item.size()) || B < 1 || T < 1)
             throw UsageError(format("--shapes: \"%s\" is no BxT such as 4x1024", item.c_str()));
         shapes.push_back({B, T});
         at = comma + 1;
@@ -130,13 +137,15 @@ inline DeviceMemory device_memory(const Cuda& dev, size_t bytes) {
     return {dev.alloc(bytes), [&dev](void* p) { dev.free(p); }};
 }
 
-// x[i] ~ N(0,1) by Box-Muller on a mixed counter, so it depends on (seed, i) only. Zeros or constants would
-// draw less power and flatter the clock.
+// x[i] ~ N(0,1) by Box-Muller on a mixed counter, so it depends on (seed, i) only. Zeros or
+// constants would draw less power and flatter the clock.
 template <class X>
 __global__ void normal_kernel(X* x, size_t n, uint64_t seed) {
-    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+         i += size_t(gridDim.x) * blockDim.x) {
         const uint64_t z = mix64((seed << 48) + i + kGolden);
-        const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f, angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
+        const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f,
+                    angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
         x[i] = static_cast<X>(sqrtf(-2.f * logf(u)) * cospif(angle));
     }
 }
@@ -147,7 +156,8 @@ void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The GEMM rate is what cuBLAS reaches on a large square product in X, in TFLOP/s. In fp32 dev.tf32 decides about TF32
+// The GEMM rate is what cuBLAS reaches on a large square product in X, in TFLOP/s. In fp32 dev.tf32
+// decides about TF32
 
 template <class X>
 int gemm_size(const Cuda& dev) {
@@ -159,7 +169,8 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
     constexpr bool is_bf16 = std::is_same_v<X, bf16>;
     const int n = gemm_size<X>(dev);
     const cudaDataType type = is_bf16 ? CUDA_R_16BF : CUDA_R_32F;
-    const cublasComputeType_t compute = !is_bf16 && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    const cublasComputeType_t compute =
+        !is_bf16 && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     const size_t size = size_t(n) * n;
     const DeviceMemory memory = device_memory(dev, 3 * size * sizeof(X));
     X* a = static_cast<X*>(memory.get());
@@ -167,8 +178,8 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
     fill_normal(dev, a, 2 * size, 1);
     const float alpha = 1.f, beta = 0.f;
     const auto product = [&](int) {
-        CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &alpha, a, type, n, b, type, n, &beta, c,
-                                  type, n, compute, CUBLAS_GEMM_DEFAULT));
+        CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &alpha, a, type, n,
+                                  b, type, n, &beta, c, type, n, compute, CUBLAS_GEMM_DEFAULT));
     };
     return tflops(2. * n * n * n, measure_ms(dev, quick, product));
 }
@@ -191,43 +202,50 @@ inline Figures copy_rate(const Cuda& dev) {
 inline std::string first_line_of(const char* command) {
     std::string line;
     if (std::FILE* pipe = popen(command, "r")) {
-        for (int c; (c = std::fgetc(pipe)) != EOF && c != '\n';) line += static_cast<char>(c);
+        for (int c; (c = std::fgetc(pipe)) != EOF && c != '\n';)
+            line += static_cast<char>(c);
         pclose(pipe);
     }
     return line;
 }
 
-// A benchmark's rows go to the file `out` if it is named. Otherwise they go to dev/results with `json`, or nowhere
-// without it.
+// A benchmark's rows go to the file `out` if it is named. Otherwise they go to dev/results with
+// `json`, or nowhere without it.
 struct Output {
     std::string out;
     bool json = false;
 };
 
-// The main of a benchmark. It adds the options of its output to the table, and calls run() unless the command line only
-// asks for help.
-inline int bench_main(int argc, char** argv, const char* name, const char* about, const std::string& file, Output& to,
-                      std::vector<Option> table, const std::function<int()>& run) {
+// The main of a benchmark. It adds the options of its output to the table, and calls run() unless
+// the command line only asks for help.
+inline int bench_main(int argc, char** argv, const char* name, const char* about,
+                      const std::string& file, Output& to, std::vector<Option> table,
+                      const std::function<int()>& run) {
     const std::string json = "append rows to dev/results/<gpu>/" + file;
     table.push_back({"--json", "", Option::Flag, &to.json, json.c_str()});
     table.push_back({"--out", "", Option::String, &to.out, "append rows to this file"});
     return run_program(name, [&] {
-        if (!parse_options(argc, argv, table)) return run();
+        if (!parse_options(argc, argv, table))
+            return run();
         std::fputs(options_help(name, about, table).c_str(), stdout);
         return 0;
     });
 }
 
 inline Log results_log(const Cuda& dev, const std::string& bench, const Output& to) {
-    if (to.out.empty() && !to.json) return Log();
+    if (to.out.empty() && !to.json)
+        return Log();
     std::string gpu = dev.name;
     std::replace(gpu.begin(), gpu.end(), ' ', '-');
-    const std::filesystem::path path = to.out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : to.out;
-    if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path());
+    const std::filesystem::path path =
+        to.out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : to.out;
+    if (path.has_parent_path())
+        std::filesystem::create_directories(path.parent_path());
     return Log(path.string());
 }
 
-extern const char built_from[];  // "COMMIT clean" or "COMMIT dirty": build/tree.cpp, from scripts/tree.sh
+// "COMMIT clean" or "COMMIT dirty": build/tree.cpp, from scripts/tree.sh
+extern const char built_from[];
 
 inline std::string utc_now() {
     char date[32];
@@ -236,17 +254,21 @@ inline std::string utc_now() {
     return date;
 }
 
-// A row that says where its figures come from. Rows of the same run may be compared. The variable RUN names the run,
-// and without it the time of the first row does.
+// A row that says where its figures come from. Rows of the same run may be compared. The variable
+// RUN names the run, and without it the time of the first row does.
 inline Row result_row(const Cuda& dev, const char* bench) {
     static const std::string tree = built_from, commit = tree.substr(0, tree.find(' '));
     static const char* const named = std::getenv("RUN");
     static const std::string run = named && *named ? named : utc_now();
-    static const std::string driver = first_line_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0");
+    static const std::string driver =
+        first_line_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0");
     int version = 0;
     CUDA_CHECK(cudaRuntimeGetVersion(&version));
     Row row(bench);
-    row.add("commit", commit).add("dirty", tree != commit + " clean").add("run", run).add("date", utc_now());
+    row.add("commit", commit)
+        .add("dirty", tree != commit + " clean")
+        .add("run", run)
+        .add("date", utc_now());
     row.add("gpu", dev.name).add("driver", driver);
     return row.add("cuda", format("%d.%d", version / 1000, version % 1000 / 10));
 }

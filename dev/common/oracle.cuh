@@ -1,8 +1,9 @@
-// Attention in fp64 on the GPU. It judges long sequences, because layers/cpu takes minutes where this takes
-// milliseconds. It takes whole sequences, with T = Tq = Tk.
+// Attention in fp64 on the GPU. It judges long sequences, because layers/cpu takes minutes where
+// this takes milliseconds. It takes whole sequences, with T = Tq = Tk.
 //
-// It computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of query rows with all keys, and a
-// softmax kernel runs between the products. It keeps only 2·1024·T doubles of T×T, which is 1 GiB at T = 65536.
+// It computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of query rows
+// with all keys, and a softmax kernel runs between the products. It keeps only 2·1024·T doubles of
+// T×T, which is 1 GiB at T = 65536.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -44,41 +45,49 @@ __device__ double block_reduce(double x) {
     smem[threadIdx.x] = x;
     for (int half = kThreads / 2; half > 0; half /= 2) {
         __syncthreads();
-        if (threadIdx.x < half) smem[threadIdx.x] = Op::of(smem[threadIdx.x], smem[threadIdx.x + half]);
+        if (threadIdx.x < half)
+            smem[threadIdx.x] = Op::of(smem[threadIdx.x], smem[threadIdx.x + half]);
     }
     __syncthreads();
     return smem[0];
 }
 
-// Each block owns one row of p (rows, keys), which belongs to query q0 + row. S becomes P, with zeros for keys that the
-// query does not see.
+// Each block owns one row of p (rows, keys), which belongs to query q0 + row. S becomes P, with
+// zeros for keys that the query does not see.
 static __global__ void softmax64_kernel(double* p, double* lse, int q0, int keys, bool causal) {
     double* s = p + size_t(blockIdx.x) * keys;
     const int query = q0 + blockIdx.x, seen = causal ? query + 1 : keys;
     double m = -INFINITY, l = 0;
-    for (int j = threadIdx.x; j < seen; j += kThreads) m = Max::of(m, s[j]);
+    for (int j = threadIdx.x; j < seen; j += kThreads)
+        m = Max::of(m, s[j]);
     m = block_reduce<Max>(m);
-    for (int j = threadIdx.x; j < seen; j += kThreads) l += exp(s[j] - m);
+    for (int j = threadIdx.x; j < seen; j += kThreads)
+        l += exp(s[j] - m);
     l = block_reduce<Sum>(l);
-    for (int j = threadIdx.x; j < keys; j += kThreads) s[j] = j < seen ? exp(s[j] - m) / l : 0;
-    if (threadIdx.x == 0) lse[query] = m + log(l);
+    for (int j = threadIdx.x; j < keys; j += kThreads)
+        s[j] = j < seen ? exp(s[j] - m) / l : 0;
+    if (threadIdx.x == 0)
+        lse[query] = m + log(l);
 }
 
 // dP becomes dS = P∘(dP − D), D = rowsum(P∘dP).
 static __global__ void softmax64_backward_kernel(double* dp, const double* p, int keys) {
     const size_t row = size_t(blockIdx.x) * keys;
     double D = 0;
-    for (int j = threadIdx.x; j < keys; j += kThreads) D += p[row + j] * dp[row + j];
+    for (int j = threadIdx.x; j < keys; j += kThreads)
+        D += p[row + j] * dp[row + j];
     D = block_reduce<Sum>(D);
-    for (int j = threadIdx.x; j < keys; j += kThreads) dp[row + j] = p[row + j] * (dp[row + j] - D);
+    for (int j = threadIdx.x; j < keys; j += kThreads)
+        dp[row + j] = p[row + j] * (dp[row + j] - D);
 }
 
-// Row-major c (m × n) = alpha·a b + beta·c. a is (m × k), or (k × m) and transposed, and b likewise. cuBLAS is
-// column-major, so we ask it for cᵀ = bᵀ aᵀ.
-inline void multiply(const Cuda& dev, double* c, double alpha, const double* a, bool transpose_a, const double* b,
-                     bool transpose_b, int m, int n, int k, double beta) {
-    CUBLAS_CHECK(cublasDgemm(dev.blas, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
-                             n, m, k, &alpha, b, transpose_b ? k : n, a, transpose_a ? m : k, &beta, c, n));
+// Row-major c (m × n) = alpha·a b + beta·c. a is (m × k), or (k × m) and transposed, and b
+// likewise. cuBLAS is column-major, so we ask it for cᵀ = bᵀ aᵀ.
+inline void multiply(const Cuda& dev, double* c, double alpha, const double* a, bool transpose_a,
+                     const double* b, bool transpose_b, int m, int n, int k, double beta) {
+    CUBLAS_CHECK(cublasDgemm(dev.blas, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                             transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &alpha, b,
+                             transpose_b ? k : n, a, transpose_a ? m : k, &beta, c, n));
 }
 
 // One head in fp64: q, k, v, dout, out, dq, dk, dv (T, HS), lse (T).
@@ -87,13 +96,16 @@ class Oracle {
     double *q, *k, *v, *dout, *results[kTensors];
 
     static constexpr int kBlock = 1024;  // query rows that are in work at a time
-    Oracle(const Cuda& dev, int T, int HS, int block = kBlock) : dev_(dev), T_(T), HS_(HS), block_(std::min(block, T)) {
+    Oracle(const Cuda& dev, int T, int HS, int block = kBlock)
+        : dev_(dev), T_(T), HS_(HS), block_(std::min(block, T)) {
         const size_t n = size_t(T) * HS;
         memory_ = poisoned(dev, bytes(T, HS, block));
         double* next = static_cast<double*>(memory_.get());
         const auto take = [&](size_t size) { return std::exchange(next, next + size); };
-        for (double** x : {&q, &k, &v, &dout}) *x = take(n);
-        for (int i = 0; i < kTensors; i++) results[i] = take(i == Lse ? T : n);
+        for (double** x : {&q, &k, &v, &dout})
+            *x = take(n);
+        for (int i = 0; i < kTensors; i++)
+            results[i] = take(i == Lse ? T : n);
         p_ = take(size_t(block_) * T);
         dp_ = take(size_t(block_) * T);
     }
@@ -103,12 +115,14 @@ class Oracle {
 
     // Reads q, k, v, dout; writes results.
     void run(bool causal, double scale) {
-        for (int i : {Dk, Dv}) dev_.zero(results[i], size_t(T_) * HS_ * sizeof(double));
+        for (int i : {Dk, Dv})
+            dev_.zero(results[i], size_t(T_) * HS_ * sizeof(double));
         for (int q0 = 0; q0 < T_; q0 += block_) {
             const int rows = std::min(block_, T_ - q0), keys = causal ? q0 + rows : T_;
             const size_t at = size_t(q0) * HS_;
             multiply(dev_, p_, scale, q + at, false, k, true, rows, keys, HS_, 0);
-            softmax64_kernel<<<rows, kThreads, 0, dev_.stream>>>(p_, results[Lse], q0, keys, causal);
+            softmax64_kernel<<<rows, kThreads, 0, dev_.stream>>>(p_, results[Lse], q0, keys,
+                                                                 causal);
             LAUNCH_CHECK("softmax64_kernel");
             multiply(dev_, results[Out] + at, 1, p_, false, v, false, rows, HS_, keys, 0);
             multiply(dev_, results[Dv], 1, p_, true, dout + at, false, keys, HS_, rows, 1);
@@ -131,19 +145,22 @@ class Oracle {
 template <class X>
 __global__ void gather_kernel(double* to, const X* from, size_t stride, int T, int n) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
-    if (i < size_t(T) * n) to[i] = to_float(from[i / n * stride + i % n]);
+    if (i < size_t(T) * n)
+        to[i] = to_float(from[i / n * stride + i % n]);
 }
 
 // Copies one head of a packed qkv (B, T, 3, NH, HS) and dout (B, T, NH, HS) into the oracle.
 template <class X>
-void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const AttentionShape& s, int b, int h) {
+void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const AttentionShape& s,
+            int b, int h) {
     const size_t C = size_t(s.NH) * s.HS, token = size_t(b) * s.Tq;
     double* const parts[] = {oracle.q, oracle.k, oracle.v};
     const unsigned blocks = blocks_of(size_t(s.Tq) * s.HS);
     for (int part = 0; part < 3; part++)
-        gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(parts[part], qkv + (token * 3 + part) * C + h * s.HS, 3 * C,
-                                                           s.Tq, s.HS);
-    gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(oracle.dout, dout + token * C + h * s.HS, C, s.Tq, s.HS);
+        gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(
+            parts[part], qkv + (token * 3 + part) * C + h * s.HS, 3 * C, s.Tq, s.HS);
+    gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(oracle.dout, dout + token * C + h * s.HS, C,
+                                                       s.Tq, s.HS);
     LAUNCH_CHECK("gather_kernel");
 }
 
@@ -167,7 +184,8 @@ struct ErrorSums {
     double largest_error, error, error2, largest, value2;  // max|e|, Σ|e|, Σe², max|ref|, Σref²
 };
 
-// The bits of non-negative doubles have the same order as their values, and NaN's bits are above infinity's.
+// The bits of non-negative doubles have the same order as their values, and NaN's bits are above
+// infinity's.
 __device__ inline void atomic_max(double* to, double x) {
     atomicMax(reinterpret_cast<unsigned long long*>(to),
               static_cast<unsigned long long>(__double_as_longlong(fabs(x))));
@@ -175,9 +193,11 @@ __device__ inline void atomic_max(double* to, double x) {
 
 // Adds (T, n) elements to the sums. NaN stays NaN.
 template <class X>
-__global__ void error_kernel(ErrorSums* sums, const X* got, size_t stride, const double* want, int T, int n) {
+__global__ void error_kernel(ErrorSums* sums, const X* got, size_t stride, const double* want,
+                             int T, int n) {
     double largest_error = 0, error = 0, error2 = 0, largest = 0, value2 = 0;
-    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < size_t(T) * n; i += size_t(gridDim.x) * kThreads) {
+    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < size_t(T) * n;
+         i += size_t(gridDim.x) * kThreads) {
         const double value = want[i], e = fabs(to_float(got[i / n * stride + i % n]) - value);
         largest_error = Max::of(largest_error, e);
         error += e;
@@ -190,7 +210,8 @@ __global__ void error_kernel(ErrorSums* sums, const X* got, size_t stride, const
     error2 = block_reduce<Sum>(error2);
     largest = block_reduce<Max>(largest);
     value2 = block_reduce<Sum>(value2);
-    if (threadIdx.x > 0) return;
+    if (threadIdx.x > 0)
+        return;
     atomic_max(&sums->largest_error, largest_error);
     atomicAdd(&sums->error, error);
     atomicAdd(&sums->error2, error2);
@@ -213,8 +234,9 @@ class Errors {
         const size_t C = size_t(s_.NH) * s_.HS, token = size_t(b) * s_.Tq;
         const auto compare = [&](int tensor, const auto* got, size_t stride, int n) {
             const unsigned blocks = std::min(blocks_of(size_t(s_.Tq) * n), 4u * dev_.num_sms);
-            error_kernel<<<blocks, kThreads, 0, dev_.stream>>>(static_cast<ErrorSums*>(device_.get()) + tensor, got,
-                                                               stride, oracle.results[tensor], s_.Tq, n);
+            error_kernel<<<blocks, kThreads, 0, dev_.stream>>>(
+                static_cast<ErrorSums*>(device_.get()) + tensor, got, stride,
+                oracle.results[tensor], s_.Tq, n);
             LAUNCH_CHECK("error_kernel");
         };
         compare(Out, out + token * C + h * s_.HS, C, s_.HS);
@@ -230,7 +252,8 @@ class Errors {
     double mean(int tensor) const {
         return sums_[tensor].error / (double(heads_) * s_.Tq * (tensor == Lse ? 1 : s_.HS));
     }
-    double l2(int tensor) const { return std::sqrt(sums_[tensor].error2 / sums_[tensor].value2); }  // relative
+    // relative
+    double l2(int tensor) const { return std::sqrt(sums_[tensor].error2 / sums_[tensor].value2); }
     double snr_db(int tensor) const { return -20 * std::log10(l2(tensor)); }
 
   private:

@@ -1,6 +1,7 @@
-// Threads as ranks, for tests. ThreadComm has NcclComm's interface (parallel/comm.h). All ranks share one device,
-// the CPU or a GPU. What a rank sends is copied to the host and waits there until it is received. Sums are taken in the
-// order of ranks, so every rank and every run has the same bits.
+// Threads as ranks, for tests. ThreadComm has NcclComm's interface (parallel/comm.h). All ranks
+// share one device, the CPU or a GPU. What a rank sends is copied to the host and waits there until
+// it is received. Sums are taken in the order of ranks, so every rank and every run has the same
+// bits.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -21,25 +22,34 @@ struct Mail {
     std::map<int, bool> ended;
     std::exception_ptr error;  // the first rank's
 
-    // Throws if nothing will come, because the sender has ended. So an error of one rank reaches all who wait.
+    // Throws if nothing will come, because the sender has ended. So an error of one rank reaches
+    // all who wait.
     Bytes take(int from, int to, size_t bytes) {
         std::unique_lock<std::mutex> lock(mutex);
         std::deque<Bytes>& box = boxes[{from, to}];
         changed.wait(lock, [&] { return !box.empty() || ended[from]; });
-        if (box.empty()) throw Error(format("rank %d waits for rank %d, which has ended", to, from));
+        if (box.empty())
+            throw Error(format("rank %d waits for rank %d, which has ended", to, from));
         const Bytes sent = std::move(box.front());
         box.pop_front();
-        if (sent.size() == bytes) return sent;
-        throw Error(format("rank %d sends rank %d %zu bytes, not %zu", from, to, sent.size(), bytes));
+        if (sent.size() == bytes)
+            return sent;
+        throw Error(
+            format("rank %d sends rank %d %zu bytes, not %zu", from, to, sent.size(), bytes));
     }
 };
 
 template <class Dev>
 class ThreadCommOn {
   public:
-    ThreadCommOn(const Dev& dev, Mail& mail, int rank, int size) : rank(rank), size(size), dev_(dev), mail_(mail) {}
+    ThreadCommOn(const Dev& dev, Mail& mail, int rank, int size)
+        : rank(rank), size(size), dev_(dev), mail_(mail) {}
     ThreadCommOn(ThreadCommOn& all, int first, int count)
-        : rank(all.rank - first), size(count), dev_(all.dev_), mail_(all.mail_), first_(all.first_ + first) {}
+        : rank(all.rank - first),
+          size(count),
+          dev_(all.dev_),
+          mail_(all.mail_),
+          first_(all.first_ + first) {}
     const int rank, size;
 
     // Each call is done when it returns.
@@ -54,18 +64,22 @@ class ThreadCommOn {
 
     template <class A>
     void all_reduce(A* x, size_t n) {
-        for (int r = 0; r < size; r++) send(r, x, n * sizeof(A));
+        for (int r = 0; r < size; r++)
+            send(r, x, n * sizeof(A));
         add_up(x, n);
     }
     template <class A>
     void reduce_scatter(A* out, const A* x, size_t n) {
-        for (int r = 0; r < size; r++) send(r, x + r * n, n * sizeof(A));
+        for (int r = 0; r < size; r++)
+            send(r, x + r * n, n * sizeof(A));
         add_up(out, n);
     }
     template <class X>
     void all_gather(X* x, size_t n) {
-        for (int r = 0; r < size; r++) send(r, x + rank * n, n * sizeof(X));
-        for (int r = 0; r < size; r++) recv(r, x + r * n, n * sizeof(X));
+        for (int r = 0; r < size; r++)
+            send(r, x + rank * n, n * sizeof(X));
+        for (int r = 0; r < size; r++)
+            recv(r, x + r * n, n * sizeof(X));
     }
     template <class X>
     void send_recv(int to, const X* sent, size_t n, int from, X* received, size_t m) {
@@ -73,7 +87,8 @@ class ThreadCommOn {
         recv(from, received, m * sizeof(X));
     }
     void broadcast(void* x, size_t bytes) {
-        for (int r = 0; rank == 0 && r < size; r++) send(r, x, bytes);
+        for (int r = 0; rank == 0 && r < size; r++)
+            send(r, x, bytes);
         recv(0, x, bytes);
     }
     void send(int to, const void* x, size_t bytes) {
@@ -85,8 +100,10 @@ class ThreadCommOn {
 
     void host_all_gather(void* all, size_t bytes) {
         char* const x = static_cast<char*>(all);
-        for (int r = 0; r < size; r++) put(r, {x + rank * bytes, x + (rank + 1) * bytes});
-        for (int r = 0; r < size; r++) std::memcpy(x + r * bytes, take(r, bytes).data(), bytes);
+        for (int r = 0; r < size; r++)
+            put(r, {x + rank * bytes, x + (rank + 1) * bytes});
+        for (int r = 0; r < size; r++)
+            std::memcpy(x + r * bytes, take(r, bytes).data(), bytes);
     }
 
   private:
@@ -99,13 +116,16 @@ class ThreadCommOn {
         mail_.boxes[{first_ + rank, first_ + to}].push_back(std::move(bytes));
         mail_.changed.notify_all();
     }
-    Mail::Bytes take(int from, size_t bytes) { return mail_.take(first_ + from, first_ + rank, bytes); }
+    Mail::Bytes take(int from, size_t bytes) {
+        return mail_.take(first_ + from, first_ + rank, bytes);
+    }
     template <class A>
     void add_up(A* out, size_t n) {
         std::vector<A> sum(n), part(n);
         for (int r = 0; r < size; r++) {
             std::memcpy(part.data(), take(r, n * sizeof(A)).data(), n * sizeof(A));
-            for (size_t i = 0; i < n; i++) sum[i] = r == 0 ? part[i] : sum[i] + part[i];
+            for (size_t i = 0; i < n; i++)
+                sum[i] = r == 0 ? part[i] : sum[i] + part[i];
         }
         dev_.upload(out, sum.data(), n * sizeof(A));
     }
@@ -132,7 +152,8 @@ std::vector<T> all_gather_values(Comm& comm, T mine) {
     return all;
 }
 
-// Calls body(rank, comm) as each of `ranks` threads. If some throw, throws the first one's error when all have ended.
+// Calls body(rank, comm) as each of `ranks` threads. If some throw, throws the first one's error
+// when all have ended.
 template <class Body, class Dev = Cpu>
 void on_threads(int ranks, Body body, const Dev& dev = Cpu(1)) {
     Mail mail;
@@ -150,9 +171,12 @@ void on_threads(int ranks, Body body, const Dev& dev = Cpu(1)) {
             }
             const std::lock_guard<std::mutex> lock(mail.mutex);
             mail.ended[rank] = true;
-            if (!mail.error) mail.error = error;
+            if (!mail.error)
+                mail.error = error;
             mail.changed.notify_all();
         });
-    for (std::thread& thread : threads) thread.join();
-    if (mail.error) std::rethrow_exception(mail.error);
+    for (std::thread& thread : threads)
+        thread.join();
+    if (mail.error)
+        std::rethrow_exception(mail.error);
 }

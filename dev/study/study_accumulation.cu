@@ -1,5 +1,5 @@
-// What do fp16 sums inside flash attention's forward buy, and what do they cost? This is a study, not a kernel of the
-// ladder. Attention is causal, HS is 64, and q, k, v and out are fp16.
+// What do fp16 sums inside flash attention's forward buy, and what do they cost? This is a study,
+// not a kernel of the ladder. Attention is causal, HS is 64, and q, k, v and out are fp16.
 //
 //   S = Q Kᵀ               summed by the tensor cores in fp32 or in fp16            qk16
 //   P = exp(scale·S − m)   one by one in fp32, or in pairs by ex2.approx.f16x2      exp16
@@ -8,8 +8,10 @@
 //   registers              those that sums in fp16 leave free, for 3 blocks an SM,  more-warps
 //                          not 2
 //
-// Each choice is a flag of the kernel's template parameter. The kernel differs from flash_bf16 (sm_80+) in two
-// points. m is the true running maximum, so P ≤ 1 holds and with it the sums' bounds. Registers write out directly. Operands are fp16, because tensor cores sum no others in fp16.
+// Each choice is a flag of the kernel's template parameter. The kernel differs from flash_bf16
+// (sm_80+) in two points. m is the true running maximum, so P ≤ 1 holds and with it the sums'
+// bounds. Registers write out directly. Operands are fp16, because tensor cores sum no others in
+// fp16.
 //
 //   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh)
 //   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16 and sums in fp32
@@ -19,9 +21,9 @@
 //              naive's L2 error, and how many elements are not finite. TFLOP/s, cool
 //              (dev/common/bench.h)
 //
-// A variant's errors come first. If at N(0,1), T = 1024 its L2 error is more than 4 times naive's, or is no number, it
-// is not timed and the exit code is 1. What longer sequences and other inputs do to it, overflow too, is the study's
-// result.
+// A variant's errors come first. If at N(0,1), T = 1024 its L2 error is more than 4 times naive's,
+// or is no number, it is not timed and the exit code is 1. What longer sequences and other inputs
+// do to it, overflow too, is the study's result.
 //
 // Run: ./dev/study_accumulation --help
 #include <cuda_fp16.h>
@@ -37,7 +39,8 @@
 #include "dev/common/attention_bench.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#pragma nv_diag_suppress 177  // the kernel has an empty body there, and what only it uses is "never referenced"
+// the kernel has an empty body there, and what only it uses is "never referenced"
+#pragma nv_diag_suppress 177
 #endif
 
 __device__ inline float to_float(__half x) {  // the fp16 one beside those of cuda/vector.cuh
@@ -51,14 +54,17 @@ constexpr int HS = 64;
 enum Flags { kQk16 = 1, kPv16 = 2, kPv16Tile = 4, kExp16 = 8, kMoreWarps = 16 };
 
 // -------------------------------------------------------------------------------------------------
-// Two neighbouring columns, in fp32 or in fp16. With g = lane/4 and t = 2·(lane%4) a lane holds columns t and t + 1 of two
-// rows of a 16 × 8 tile of S, P or O: [0] of row g, [1] of row g + 8. P is an A operand in the same layout.
+// Two neighbouring columns, in fp32 or in fp16. With g = lane/4 and t = 2·(lane%4) a lane holds
+// columns t and t + 1 of two rows of a 16 × 8 tile of S, P or O: [0] of row g, [1] of row g + 8. P
+// is an A operand in the same layout.
 
 // In fp32, with the operators that CUDA has for __half2.
 struct Float2 : float2 {
     __device__ friend Float2 operator+(Float2 a, Float2 b) { return {a.x + b.x, a.y + b.y}; }
     __device__ friend Float2 operator*(Float2 a, Float2 b) { return {a.x * b.x, a.y * b.y}; }
-    __device__ friend Float2 __hmax2(Float2 a, Float2 b) { return {fmaxf(a.x, b.x), fmaxf(a.y, b.y)}; }
+    __device__ friend Float2 __hmax2(Float2 a, Float2 b) {
+        return {fmaxf(a.x, b.x), fmaxf(a.y, b.y)};
+    }
 };
 template <bool InFp16>
 using Pair = std::conditional_t<InFp16, __half2, Float2>;
@@ -100,7 +106,8 @@ __device__ __forceinline__ void mma(C* c, const uint32_t (&a)[4], const uint32_t
 }
 
 // -------------------------------------------------------------------------------------------------
-// The kernel. A block has 4 warps of 32 queries each. K and V come through a 2-stage ring by cp.async (see flash_bf16.cu)
+// The kernel. A block has 4 warps of 32 queries each. K and V come through a 2-stage ring by
+// cp.async (see flash_bf16.cu)
 
 constexpr int M = 2, kBlock = 128, Br = kBlock / 32 * 16 * M, Bc = 64, KvBytes = Bc * HS * 2;
 constexpr int kSmem = Br * HS * 2 + 4 * KvBytes;
@@ -108,7 +115,8 @@ constexpr int kSmem = Br * HS * 2 + 4 * KvBytes;
 using Args = ForwardArgs<__half, __half>;
 
 template <int F>
-__global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2) mma_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
+    mma_kernel(const __grid_constant__ Args args) {
 #if __CUDA_ARCH__ >= 800
     constexpr bool Qk16 = F & kQk16, Pv16 = F & kPv16, Pv16Tile = F & kPv16Tile, Exp16 = F & kExp16;
     using S = Pair<Qk16>;
@@ -116,14 +124,18 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2) mma_kernel(cons
     using O = Pair<Pv16>;
     extern __shared__ __align__(256) unsigned char smem[];
     const auto& p = args.p;
-    const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * KvBytes;
+    const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Br * HS * 2,
+                   v_smem = k_smem + 2 * KvBytes;
     const Work w = work_of(p, true);
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.Tq) + Bc - 1) / Bc;
 
-    // Not head_of, whose 64-bit offset makes more-warps spill registers. A copy need not know fp16 from bf16.
-    auto head = [&](const auto& x) { return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch + w.h * HS); };
+    // Not head_of, whose 64-bit offset makes more-warps spill registers. A copy need not know fp16
+    // from bf16.
+    auto head = [&](const auto& x) {
+        return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch + w.h * HS);
+    };
     auto load_kv = [&](int j) {
         load_tile<HS, Bc, kBlock>(k_smem + (j & 1) * KvBytes, head(p.k), p.k.token, j * Bc, p.Tq);
         load_tile<HS, Bc, kBlock>(v_smem + (j & 1) * KvBytes, head(p.v), p.v.token, j * Bc, p.Tq);
@@ -133,14 +145,17 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2) mma_kernel(cons
     load_kv(k_tiles - 1);
     cp_async_commit();
 
-    // Of rows g and g + 8 of each 16 queries: P = 2^(scale_log2·S − reference), where reference = scale_log2·m.
+    // Of rows g and g + 8 of each 16 queries: P = 2^(scale_log2·S − reference), where reference =
+    // scale_log2·m.
     uint32_t q_regs[HS / 16][M][4];
     O o[M][HS / 8][2] = {};
     float reference[M][2], l[M][2] = {};  // l is of this lane's columns until the end
-    for (int i = 0; i < M; i++) reference[i][0] = reference[i][1] = -INFINITY;
+    for (int i = 0; i < M; i++)
+        reference[i][0] = reference[i][1] = -INFINITY;
     cp_async_wait<1>();
     __syncthreads();
-    for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
+    for (int kk = 0; kk < HS / 16; kk++)
+        load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
 
     auto step = [&](int j, auto masked) {  // S and P of tile j of keys, and O += P V
         const uint32_t k_tile = k_smem + (j & 1) * KvBytes, v_tile = v_smem + (j & 1) * KvBytes;
@@ -149,48 +164,62 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2) mma_kernel(cons
         for (int kk = 0; kk < HS / 16; kk++)
             for (int n = 0; n < Bc / 8; n += 2) {
                 ldmatrix_x4(b, block16_b<HS>(k_tile, 8 * n, kk * 16));
-                for (int i = 0; i < M; i++) mma(registers(s[i]) + n, q_regs[kk][i], b);
+                for (int i = 0; i < M; i++)
+                    mma(registers(s[i]) + n, q_regs[kk][i], b);
             }
 
         float alpha[M][2];  // what the tile scales l and O by
         P sums[M][2] = {};  // P's over the tile, in its own type
         for (int i = 0; i < M; i++) {
             for (int r = 0; r < 2; r++) {
-                if constexpr (decltype(masked)::value) {  // keys that the query does not see become −∞
+                // keys that the query does not see become −∞
+                if constexpr (decltype(masked)::value) {
                     const S lowest = as<S>(Float2{-INFINITY, -INFINITY});
-                    const int end = min(p.Tq, first_q + 16 * i + 8 * r + lane / 4 + 1) - (j * Bc + lane % 4 * 2);
+                    const int end = min(p.Tq, first_q + 16 * i + 8 * r + lane / 4 + 1) -
+                                    (j * Bc + lane % 4 * 2);
                     for (int n = 0; n < Bc / 8; n++) {
-                        if (8 * n >= end) s[i][n][r].x = lowest.x;
-                        if (8 * n + 1 >= end) s[i][n][r].y = lowest.y;
+                        if (8 * n >= end)
+                            s[i][n][r].x = lowest.x;
+                        if (8 * n + 1 >= end)
+                            s[i][n][r].y = lowest.y;
                     }
                 }
                 S larger = s[i][0][r];
-                for (int n = 1; n < Bc / 8; n++) larger = __hmax2(larger, s[i][n][r]);
+                for (int n = 1; n < Bc / 8; n++)
+                    larger = __hmax2(larger, s[i][n][r]);
                 const float m = quad_max(fmaxf(as<Float2>(larger).x, as<Float2>(larger).y));
-                float raised = fmaxf(reference[i][r], m * p.scale_log2);  // finite, because every row has met a key
-                // The reference is subtracted in fp16. Any that fp16 can represent cancels exactly between P and l.
-                if (Qk16 && Exp16) raised = __half2float(__float2half_rn(raised));
+                // finite, because every row has met a key
+                float raised = fmaxf(reference[i][r], m * p.scale_log2);
+                // The reference is subtracted in fp16. Any that fp16 can represent cancels exactly
+                // between P and l.
+                if (Qk16 && Exp16)
+                    raised = __half2float(__float2half_rn(raised));
                 alpha[i][r] = exp2_approx(reference[i][r] - raised);
                 reference[i][r] = raised;
             }
-            if (__any_sync(~0u, !(alpha[i][0] == 1.f && alpha[i][1] == 1.f)))  // some row's maximum rose
+            // some row's maximum rose
+            if (__any_sync(~0u, !(alpha[i][0] == 1.f && alpha[i][1] == 1.f)))
                 for (int n = 0; n < HS / 8; n++)
-                    for (int r = 0; r < 2; r++) o[i][n][r] = o[i][n][r] * as<O>(Float2{alpha[i][r], alpha[i][r]});
+                    for (int r = 0; r < 2; r++)
+                        o[i][n][r] = o[i][n][r] * as<O>(Float2{alpha[i][r], alpha[i][r]});
         }
 
-        __half2 product[M][HS / 8][2] = {};     // for pv16tile, P V of the tile
-        for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step's MMAs beside the next one's exponentials
-            uint32_t a[M][4];                   // columns [16·kk, 16·kk + 16) of P
+        __half2 product[M][HS / 8][2] = {};  // for pv16tile, P V of the tile
+        // a k-step's MMAs beside the next one's exponentials
+        for (int kk = 0; kk < Bc / 16; kk++) {
+            uint32_t a[M][4];  // columns [16·kk, 16·kk + 16) of P
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
                     const int n = 2 * kk + e / 2, r = e % 2;
                     const float minus = -reference[i][r];
                     P x;
                     if constexpr (Qk16 && Exp16) {
-                        x = exp2_of(__hfma2(s[i][n][r], __float2half2_rn(p.scale_log2), __float2half2_rn(minus)));
+                        x = exp2_of(__hfma2(s[i][n][r], __float2half2_rn(p.scale_log2),
+                                            __float2half2_rn(minus)));
                     } else {
                         const Float2 y = as<Float2>(s[i][n][r]);
-                        x = exp2_of(as<P>(Float2{fmaf(y.x, p.scale_log2, minus), fmaf(y.y, p.scale_log2, minus)}));
+                        x = exp2_of(as<P>(Float2{fmaf(y.x, p.scale_log2, minus),
+                                                 fmaf(y.y, p.scale_log2, minus)}));
                     }
                     sums[i][r] = sums[i][r] + x;
                     a[i][e] = bits<uint32_t>(as<__half2>(x));
@@ -206,17 +235,22 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2) mma_kernel(cons
         }
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
-                for (int n = 0; Pv16Tile && n < HS / 8; n++) o[i][n][r] = o[i][n][r] + as<O>(product[i][n][r]);
-                l[i][r] = alpha[i][r] * l[i][r] + (as<Float2>(sums[i][r]).x + as<Float2>(sums[i][r]).y);
+                for (int n = 0; Pv16Tile && n < HS / 8; n++)
+                    o[i][n][r] = o[i][n][r] + as<O>(product[i][n][r]);
+                l[i][r] =
+                    alpha[i][r] * l[i][r] + (as<Float2>(sums[i][r]).x + as<Float2>(sums[i][r]).y);
             }
     };
 
     for (int j = k_tiles - 1; j >= 0; j--) {
         cp_async_wait<0>();
-        __syncthreads();  // tile j is there for all, and all have left tile j + 1, whose stage the next load takes
-        if (j > 0) load_kv(j - 1);
+        // tile j is there for all, and all have left tile j + 1, whose stage the next load takes
+        __syncthreads();
+        if (j > 0)
+            load_kv(j - 1);
         cp_async_commit();
-        if (j * Bc > last_q) continue;
+        if (j * Bc > last_q)
+            continue;
         if (j * Bc + Bc > p.Tq || j * Bc + Bc - 1 > first_q)
             step(j, std::true_type{});
         else
@@ -227,12 +261,15 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2) mma_kernel(cons
         for (int r = 0; r < 2; r++) {
             const int row = first_q + 16 * i + 8 * r + lane / 4;
             const float sum = quad_sum(l[i][r]), factor = __fdividef(1.f, sum);
-            if (row >= p.Tq) continue;
+            if (row >= p.Tq)
+                continue;
             if (lane % 4 == 0)
-                args.lse.ptr[w.bh * args.lse.head + row] = (reference[i][r] + __log2f(sum)) * static_cast<float>(M_LN2);
+                args.lse.ptr[w.bh * args.lse.head + row] =
+                    (reference[i][r] + __log2f(sum)) * static_cast<float>(M_LN2);
             auto* out = reinterpret_cast<__half2*>(head_of(args.out, w, HS) + row * args.out.token);
             for (int n = 0; n < HS / 8; n++)
-                out[4 * n + lane % 4] = as<__half2>(as<Float2>(o[i][n][r]) * Float2{factor, factor});
+                out[4 * n + lane % 4] =
+                    as<__half2>(as<Float2>(o[i][n][r]) * Float2{factor, factor});
         }
 #endif
 }
@@ -257,12 +294,15 @@ __global__ void softmax_kernel(__half* s, int T) {  // a block owns a row
     __half* row = s + size_t(blockIdx.x) * T;
     const int seen = blockIdx.x + 1;
     double m = -INFINITY, l = 0;
-    for (int j = threadIdx.x; j < seen; j += kThreads) m = Max::of(m, to_float(row[j]));
+    for (int j = threadIdx.x; j < seen; j += kThreads)
+        m = Max::of(m, to_float(row[j]));
     m = block_reduce<Max>(m);
-    for (int j = threadIdx.x; j < seen; j += kThreads) l += expf(to_float(row[j]) - m);
+    for (int j = threadIdx.x; j < seen; j += kThreads)
+        l += expf(to_float(row[j]) - m);
     l = block_reduce<Sum>(l);
     for (int j = threadIdx.x; j < T; j += kThreads)
-        row[j] = static_cast<__half>(j < seen ? expf(to_float(row[j]) - m) / static_cast<float>(l) : 0.f);
+        row[j] = static_cast<__half>(j < seen ? expf(to_float(row[j]) - m) / static_cast<float>(l)
+                                              : 0.f);
 }
 
 void naive(const Cuda& dev, const AttentionForward<__half>& c) {
@@ -271,15 +311,17 @@ void naive(const Cuda& dev, const AttentionForward<__half>& c) {
     const float scale = c.s.resolved_scale(), one = 1.f, zero = 0.f;
     for (int b = 0; b < c.s.B; b++)
         for (int h = 0; h < c.s.NH; h++) {
-            const __half *q = c.q.row(b, 0, h, HS), *k = c.k.row(b, 0, h, HS), *v = c.v.row(b, 0, h, HS);
+            const __half *q = c.q.row(b, 0, h, HS), *k = c.k.row(b, 0, h, HS),
+                         *v = c.v.row(b, 0, h, HS);
             // cuBLAS counts by columns, so it computes Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ.
-            CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, T, T, HS, &scale, k, type, in, q, type, in,
-                                      &zero, c.att, type, T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+            CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, T, T, HS, &scale, k, type,
+                                      in, q, type, in, &zero, c.att, type, T, CUBLAS_COMPUTE_32F,
+                                      CUBLAS_GEMM_DEFAULT));
             softmax_kernel<<<T, kThreads, 0, dev.stream>>>(c.att, T);
             LAUNCH_CHECK("softmax_kernel");
-            CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_N, CUBLAS_OP_N, HS, T, T, &one, v, type, in, c.att, type, T,
-                                      &zero, c.out.row(b, 0, h, HS), type, out, CUBLAS_COMPUTE_32F,
-                                      CUBLAS_GEMM_DEFAULT));
+            CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_N, CUBLAS_OP_N, HS, T, T, &one, v, type,
+                                      in, c.att, type, T, &zero, c.out.row(b, 0, h, HS), type, out,
+                                      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
         }
 }
 
@@ -329,33 +371,43 @@ struct Study {
 
     Row row_of(const char* variant, const AttentionShape& s) const {
         Row row = result_row(dev, "accumulation");
-        row.add("kernel", "mma.sync").add("variant", variant).add("pass", "fwd").add("dtype", "fp16").add("B", s.B);
+        row.add("kernel", "mma.sync")
+            .add("variant", variant)
+            .add("pass", "fwd")
+            .add("dtype", "fp16")
+            .add("B", s.B);
         return row.add("T", s.Tq).add("NH", s.NH).add("HS", HS).add("causal", true);
     }
 
     void errors(const AttentionShape& s, const Input& input) {
         std::vector<Subject<__half>> subjects;
-        for (const AttentionKernel<__half>& kernel : kKernels) subjects.push_back({kernel.name, &kernel, false});
+        for (const AttentionKernel<__half>& kernel : kKernels)
+            subjects.push_back({kernel.name, &kernel, false});
         const std::list<Result<__half>> results = results_on(dev, subjects, s, input);
         const Errors& naive = results.front().errors;
-        std::printf("\nB%d T%d NH%d, %s: max |out| %.3g, naive's L2 error %.2e\n", s.B, s.Tq, s.NH, input.text,
-                    naive.largest_value(Out), naive.l2(Out));
+        std::printf("\nB%d T%d NH%d, %s: max |out| %.3g, naive's L2 error %.2e\n", s.B, s.Tq, s.NH,
+                    input.text, naive.largest_value(Out), naive.l2(Out));
         for (auto result = std::next(results.begin()); result != results.end(); result++) {
             const Errors& e = result->errors;
             std::vector<__half> out(s.rows() * HS);
             dev.download(out.data(), result->run.out, out.size() * sizeof(__half));
             const long long elements = out.size(),
-                            finite = std::count_if(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
+                            finite = std::count_if(out.begin(), out.end(),
+                                                   [](float x) { return std::isfinite(x); });
             const double ratio = e.l2(Out) / naive.l2(Out);
             const bool ok = !(&input == &kInputs[0] && s.Tq == kValidated) || ratio <= kAllowed;
-            if (!ok) wrong.insert(result->name);
-            std::printf("  %-26s max %9.2e  L2 %9.2e  %6.1f dB  x%-6.2f lse %8.1e", result->name, e.max(Out), e.l2(Out),
-                        e.snr_db(Out), ratio, e.max(Lse));
-            if (finite < elements) std::printf("  %lld of %lld not finite", elements - finite, elements);
+            if (!ok)
+                wrong.insert(result->name);
+            std::printf("  %-26s max %9.2e  L2 %9.2e  %6.1f dB  x%-6.2f lse %8.1e", result->name,
+                        e.max(Out), e.l2(Out), e.snr_db(Out), ratio, e.max(Lse));
+            if (finite < elements)
+                std::printf("  %lld of %lld not finite", elements - finite, elements);
             std::printf("%s\n", ok ? "" : "  WRONG");
             Row row = row_of(result->name, s);
             row.add("input", input.name).add("max_error", e.max(Out)).add("relative_l2", e.l2(Out));
-            row.add("snr_db", e.snr_db(Out)).add("ratio_l2", ratio).add("max_lse_error", e.max(Lse));
+            row.add("snr_db", e.snr_db(Out))
+                .add("ratio_l2", ratio)
+                .add("max_lse_error", e.max(Lse));
             log.write(row.add("not_finite", elements - finite).add("elements", elements));
         }
         std::fflush(stdout);
@@ -367,7 +419,8 @@ struct Study {
         fill_normal(dev, +qkv, n, 1);
         std::printf("\nB%d T%d NH%d: TFLOP/s cool\n", s.B, s.Tq, s.NH);
         for (const AttentionKernel<__half>& kernel : kKernels) {
-            if (!kernel.flash || wrong.count(kernel.name)) continue;
+            if (!kernel.flash || wrong.count(kernel.name))
+                continue;
             const KernelRun<__half> run(dev, kernel, s);
             const double ms = cool_ms(dev, [&](int) { run.forward(dev, qkv); });
             const double rate = 4. * s.B * s.NH * s.Tq * s.Tk * HS / 2 / ms * 1e-9;
@@ -383,21 +436,29 @@ struct Study {
 int main(int argc, char** argv) {
     Output output;
     bool quick = false;
-    const std::vector<Option> table = {{"--quick", "", Option::Flag, &quick, "errors at T = 1024, no times"}};
+    const std::vector<Option> table = {
+        {"--quick", "", Option::Flag, &quick, "errors at T = 1024, no times"}};
     const char* const about = "fp16 in flash attention's forward: speed, errors, overflow.";
-    return bench_main(argc, argv, "study_accumulation", about, "accumulation.jsonl", output, table, [&] {
-        Cuda dev;
-        if (!kKernels[0].runs_on(dev)) throw Error("nothing to run: fp16 sums need compute capability 8.0");
-        Log log = results_log(dev, "accumulation", output);
-        std::printf("%s: fp16 in flash attention's forward, causal, HS %d\n", dev.name.c_str(), HS);
-        Study study{dev, log};
-        for (const auto& [B, T] : parse_shapes(quick ? "2x1024" : "2x1024,1x4096,1x16384"))
-            for (const Input& input : kInputs) study.errors({B, T, T, 2, HS}, input);
-        if (!quick)
-            for (const auto& [B, T] : parse_shapes("32x1024,4x4096,2x16384")) study.time({B, T, T, 12, HS});
-        if (study.wrong.empty()) return 0;
-        std::fprintf(stderr, "study_accumulation: %zu variants with more than %g times naive's error\n",
-                     study.wrong.size(), kAllowed);
-        return 1;
-    });
+    return bench_main(
+        argc, argv, "study_accumulation", about, "accumulation.jsonl", output, table, [&] {
+            Cuda dev;
+            if (!kKernels[0].runs_on(dev))
+                throw Error("nothing to run: fp16 sums need compute capability 8.0");
+            Log log = results_log(dev, "accumulation", output);
+            std::printf("%s: fp16 in flash attention's forward, causal, HS %d\n", dev.name.c_str(),
+                        HS);
+            Study study{dev, log};
+            for (const auto& [B, T] : parse_shapes(quick ? "2x1024" : "2x1024,1x4096,1x16384"))
+                for (const Input& input : kInputs)
+                    study.errors({B, T, T, 2, HS}, input);
+            if (!quick)
+                for (const auto& [B, T] : parse_shapes("32x1024,4x4096,2x16384"))
+                    study.time({B, T, T, 12, HS});
+            if (study.wrong.empty())
+                return 0;
+            std::fprintf(stderr,
+                         "study_accumulation: %zu variants with more than %g times naive's error\n",
+                         study.wrong.size(), kAllowed);
+            return 1;
+        });
 }

@@ -1,11 +1,12 @@
 // Studies whether attention's errors grow with the ranks of a ring. Causal, N(0,1), HS 64.
 //
-// It runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It shows the mean and
-// largest error against fp64 for two ways to carry partial results. Ours carries fp32. The other rounds every call's
-// out, dq, dk and dv to bf16 before it merges them, as a ring over a library's attention does.
+// It runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It
+// shows the mean and largest error against fp64 for two ways to carry partial results. Ours carries
+// fp32. The other rounds every call's out, dq, dk and dv to bf16 before it merges them, as a ring
+// over a library's attention does.
 //
-// N ranks may have 1.02 times the mean error of one rank, and 1.1 times its largest error. If ours have more, the exit
-// code is 1, and dev/test_attention would fail.
+// N ranks may have 1.02 times the mean error of one rank, and 1.1 times its largest error. If ours
+// have more, the exit code is 1, and dev/test_attention would fail.
 //
 // Run: ./dev/study_ring --help
 #include <cstdio>
@@ -29,14 +30,17 @@ struct Library : Cuda {
 
 static __global__ void round_trip_kernel(Heads<float> x, size_t C, size_t n) {
     const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= n) return;
+    if (i >= n)
+        return;
     float& element = x.ptr[i / C * x.token + i % C];
     element = __bfloat162float(__float2bfloat16_rn(element));
 }
 static void round_trip(const Library& dev, const Heads<float>& x, int T, int NH) {
-    if (dev.carry == DType::f32) return;
+    if (dev.carry == DType::f32)
+        return;
     const size_t C = size_t(NH) * HS;
-    round_trip_kernel<<<static_cast<unsigned>((T * C + 255) / 256), 256, 0, dev.stream>>>(x, C, T * C);
+    round_trip_kernel<<<static_cast<unsigned>((T * C + 255) / 256), 256, 0, dev.stream>>>(x, C,
+                                                                                          T * C);
     LAUNCH_CHECK("round_trip_kernel");
 }
 template <class X>
@@ -57,22 +61,32 @@ void study(Library& dev, const std::vector<DType>& carries, const Options& o, Lo
     const char* dtype = name_of(dtype_of<X>());
     const AttentionShape s{.B = 1, .Tq = o.tokens, .Tk = o.tokens, .NH = o.heads, .HS = HS};
     const Whole<X, Library> whole(dev, s, 1, 1, 0);
-    std::printf("T %d: mean and largest error against fp64, and as multiples of one rank's\n", o.tokens);
+    std::printf("T %d: mean and largest error against fp64, and as multiples of one rank's\n",
+                o.tokens);
     for (const DType carry : carries) {
         dev.carry = carry;
         TensorErrors one;
         for (int ranks : {1, 2, 4, 8, 16}) {
             PieceErrors<X, Library> errors;
             add_local_ring(errors, whole, ranks);
-            if (ranks == 1) one = errors.pieces;
-            if (carry == DType::f32) check_flat(errors.pieces, one, ring_name(whole.s, ranks));
+            if (ranks == 1)
+                one = errors.pieces;
+            if (carry == DType::f32)
+                check_flat(errors.pieces, one, ring_name(whole.s, ranks));
             for (int tensor : {Out, Dq, Dk, Dv}) {
                 const ErrorOf& e = errors.pieces[tensor];
-                const double mean_ratio = e.mean() / one[tensor].mean(), max_ratio = e.largest / one[tensor].largest;
-                std::printf("%s, carried in %s, %2d ranks, %-3s: %.2e (%.2f), largest %.2e (%.2f)\n", dtype,
-                            name_of(carry), ranks, kNames[tensor], e.mean(), mean_ratio, e.largest, max_ratio);
+                const double mean_ratio = e.mean() / one[tensor].mean(),
+                             max_ratio = e.largest / one[tensor].largest;
+                std::printf(
+                    "%s, carried in %s, %2d ranks, %-3s: %.2e (%.2f), largest %.2e (%.2f)\n", dtype,
+                    name_of(carry), ranks, kNames[tensor], e.mean(), mean_ratio, e.largest,
+                    max_ratio);
                 Row row = result_row(dev, "ring");
-                row.add("study", "ring").add("dtype", dtype).add("T", o.tokens).add("NH", o.heads).add("HS", HS);
+                row.add("study", "ring")
+                    .add("dtype", dtype)
+                    .add("T", o.tokens)
+                    .add("NH", o.heads)
+                    .add("HS", HS);
                 row.add("carry", name_of(carry)).add("ranks", ranks).add("tensor", kNames[tensor]);
                 row.add("mean_error", e.mean()).add("max_error", e.largest);
                 log.write(row.add("mean_ratio", mean_ratio).add("max_ratio", max_ratio));
@@ -90,12 +104,15 @@ int main(int argc, char** argv) {
     };
     const char* const about = "Errors of attention over a ring.";
     return bench_main(argc, argv, "study_ring", about, "ring.jsonl", o, table, [&] {
-        if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
+        if (o.tokens % 32)
+            throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
         Library dev;
         dev.tf32 = false;
         Log log = results_log(dev, "ring", o);
-        if (o.dtype != "bf16") study<float>(dev, {DType::f32}, o, log);
-        if (o.dtype != "fp32") study<bf16>(dev, {DType::f32, DType::bf16}, o, log);
+        if (o.dtype != "bf16")
+            study<float>(dev, {DType::f32}, o, log);
+        if (o.dtype != "fp32")
+            study<bf16>(dev, {DType::f32, DType::bf16}, o, log);
         return test::failed_checks() ? 1 : 0;
     });
 }

@@ -1,12 +1,15 @@
-// Prints a text's ids, which dev/test/test_prepare.py compares with tiktoken's: ./dev/encode gpt2_tokenizer.bin book.txt
+// Prints a text's ids, which dev/test/test_prepare.py compares with tiktoken's: ./dev/encode
+// gpt2_tokenizer.bin book.txt
 #include "data/file.h"
 #include "data/tokenizer.h"
 
 int main(int argc, char** argv) {
     return run_program("encode", [&] {
-        if (argc != 3) throw UsageError("give a tokenizer file and a text file");
+        if (argc != 3)
+            throw UsageError("give a tokenizer file and a text file");
         const std::string text = InputFile(argv[2]).rest();
-        for (const int id : Tokenizer(argv[1]).encode(text, kEndOfText + 1, argv[2])) std::printf("%d\n", id);
+        for (const int id : Tokenizer(argv[1]).encode(text, kEndOfText + 1, argv[2]))
+            std::printf("%d\n", id);
         return 0;
     });
 }

@@ -1,5 +1,6 @@
-// Makes tests notice a kernel that runs on another stream than the device's, or writes outside of its memory. Memory
-// lies between guards. In late() it gets its content late, and only on the device's stream.
+// Makes tests notice a kernel that runs on another stream than the device's, or writes outside of
+// its memory. Memory lies between guards. In late() it gets its content late, and only on the
+// device's stream.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -17,8 +18,8 @@ struct OwnStream : Cuda {
     }
 };
 
-// Device memory between two guards, known to late(). It begins as poison, all bits set, which is a NaN or −1. So do the
-// guards, and a read past the end shows too.
+// Device memory between two guards, known to late(). It begins as poison, all bits set, which is a
+// NaN or −1. So do the guards, and a read past the end shows too.
 struct LateMemory {
     LateMemory(const Cuda& dev, size_t bytes, const char* name = "memory")
         : dev(dev),
@@ -35,10 +36,13 @@ struct LateMemory {
             for (const char* guard : {base, base + kGuard + bytes}) {
                 std::vector<unsigned char> host(kGuard);
                 dev.download(host.data(), guard, kGuard);
-                if (std::count(host.begin(), host.end(), 0xff) == kGuard) continue;
-                test::report(__FILE__, __LINE__, format("written %s %s", guard == base ? "before" : "past", name));
+                if (std::count(host.begin(), host.end(), 0xff) == kGuard)
+                    continue;
+                test::report(__FILE__, __LINE__,
+                             format("written %s %s", guard == base ? "before" : "past", name));
             }
-        } catch (const Error&) {}
+        } catch (const Error&) {
+        }
         dev.free(base), dev.free(saved);
     }
     LateMemory(const LateMemory&) = delete;
@@ -57,11 +61,13 @@ struct LateMemory {
     void* saved = nullptr;  // what late() keeps of it
 };
 
-// Returns the device for a call under test. For so long on its stream all LateMemory is poison, and then it gets back
-// what it held. A kernel on another stream reads that poison, and what it writes is lost.
+// Returns the device for a call under test. For so long on its stream all LateMemory is poison, and
+// then it gets back what it held. A kernel on another stream reads that poison, and what it writes
+// is lost.
 inline const Cuda& late(const Cuda& dev, unsigned ns = 500'000) {
     for (LateMemory* m : LateMemory::all()) {
-        if (!m->saved) m->saved = dev.alloc(std::max<size_t>(1, m->bytes));
+        if (!m->saved)
+            m->saved = dev.alloc(std::max<size_t>(1, m->bytes));
         CUDA_CHECK(cudaMemcpyAsync(m->saved, m->p, m->bytes, cudaMemcpyDeviceToDevice, dev.stream));
         m->poison();
     }

@@ -21,14 +21,17 @@ inline void sleep_for(double seconds) {
 }
 inline int count_of(const std::string& text, const std::string& part) {
     int n = 0;
-    for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) n++;
+    for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1))
+        n++;
     return n;
 }
 
-// A port of this machine at which nobody listens, outside of what the system itself gives to connections.
+// A port of this machine at which nobody listens, outside of what the system itself gives to
+// connections.
 inline int free_port() {
     static int port = 10000 + getpid() % 10000;
-    while (test::error_of([] { close(listen_at("127.0.0.1", ++port)); }) != "") continue;
+    while (test::error_of([] { close(listen_at("127.0.0.1", ++port)); }) != "")
+        continue;
     return port;
 }
 
@@ -43,11 +46,13 @@ struct Processes {
         }
         std::fclose(output);
     }
-    // Exits with the body's result, with 1 and its message if it throws, or with 99 after failed checks.
+    // Exits with the body's result, with 1 and its message if it throws, or with 99 after failed
+    // checks.
     void start(const std::function<int()>& body) {
         std::fflush(stdout);
         pids.push_back(fork());
-        if (pids.back() > 0) return;
+        if (pids.back() > 0)
+            return;
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         signal(SIGALRM, SIG_DFL);  // the test's own handler is for its own limit
         alarm(120);                // nobody waits longer
@@ -60,11 +65,13 @@ struct Processes {
     }
     std::string text() const {
         std::string all(1 << 16, '\0');
-        all.resize(static_cast<size_t>(std::max<ssize_t>(0, pread(fileno(output), all.data(), all.size(), 0))));
+        all.resize(static_cast<size_t>(
+            std::max<ssize_t>(0, pread(fileno(output), all.data(), all.size(), 0))));
         return all;
     }
     void wait_for(const std::string& part, int times) const {
-        for (int i = 0; i < 2000 && count_of(text(), part) < times; i++) sleep_for(0.01);
+        for (int i = 0; i < 2000 && count_of(text(), part) < times; i++)
+            sleep_for(0.01);
     }
     // Exit codes in the order of starting, where signal n counts as 128 + n.
     std::vector<int> wait() {
@@ -78,13 +85,17 @@ struct Processes {
         return codes;
     }
     // Checks how they end, and that what they print has these parts.
-    void check(const std::vector<int>& codes, const std::vector<std::string>& parts = {}, int line = __builtin_LINE()) {
+    void check(const std::vector<int>& codes, const std::vector<std::string>& parts = {},
+               int line = __builtin_LINE()) {
         std::string wrong;
         const std::vector<int> ended = wait();
         if (ended != codes)
-            for (int code : ended) wrong += format(" ended with %d", code);
+            for (int code : ended)
+                wrong += format(" ended with %d", code);
         for (const std::string& part : parts)
-            if (count_of(text(), part) == 0) wrong += " without \"" + part + "\"";
-        if (!wrong.empty()) test::report("processes", line, wrong + ": " + text());
+            if (count_of(text(), part) == 0)
+                wrong += " without \"" + part + "\"";
+        if (!wrong.empty())
+            test::report("processes", line, wrong + ": " + text());
     }
 };

@@ -1,5 +1,5 @@
-// Helpers for tests that run ./train_gpt2cu as its users do. They start it as a subprocess and check its output, exit
-// code and files.
+// Helpers for tests that run ./train_gpt2cu as its users do. They start it as a subprocess and
+// check its output, exit code and files.
 #pragma once
 #include <signal.h>
 #include <sys/wait.h>
@@ -32,7 +32,8 @@ inline const std::string& dir() {
     static const struct Scratch {
         std::string path = "/tmp/train_gpt2cu_test.XXXXXX";
         Scratch() {
-            if (!mkdtemp(path.data())) throw Error("cannot create " + path);
+            if (!mkdtemp(path.data()))
+                throw Error("cannot create " + path);
         }
         ~Scratch() {
             std::error_code ignored;
@@ -53,30 +54,35 @@ inline void write_file(const std::string& path, const std::string& text) {
 }
 
 // Runs a command without a terminal. `see`, if given, sees each line as it comes.
-inline Result shell(const std::string& command, const std::function<void(const std::string& line)>& see = nullptr) {
+inline Result shell(const std::string& command,
+                    const std::function<void(const std::string& line)>& see = nullptr) {
     Result r{-1, ""};
     FILE* pipe = popen(("{ " + command + "; } 2>&1 </dev/null").c_str(), "r");
     char* line = nullptr;
     size_t room = 0;
     for (ssize_t n; (n = getline(&line, &room, pipe)) > 0;) {
         r.out.append(line, n);
-        if (see) see(std::string(line, n));
+        if (see)
+            see(std::string(line, n));
     }
     std::free(line);
     const int status = pclose(pipe);
     r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return r;
 }
-// Tests begin with common options and change some. The program refuses one that is given twice, so the last one counts.
-// The words behind an option belong to it. From a ; or a | or an & on all stays as it is.
+// Tests begin with common options and change some. The program refuses one that is given twice, so
+// the last one counts. The words behind an option belong to it. From a ; or a | or an & on all
+// stays as it is.
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
     const std::vector<Option> table = Options().table();
     std::map<std::string, std::string> given;
     std::string first, rest, *last = &first;
-    for (std::sregex_iterator at(arguments.begin(), arguments.end(), word); at != std::sregex_iterator(); ++at) {
+    for (std::sregex_iterator at(arguments.begin(), arguments.end(), word);
+         at != std::sregex_iterator(); ++at) {
         const std::string text = at->str(), name = text.substr(0, text.find('='));
-        if (text.find_first_of(";|&") != std::string::npos) last = &rest;
+        if (text.find_first_of(";|&") != std::string::npos)
+            last = &rest;
         for (const Option& option : table)
             if (last != &rest && (name == option.name || name == option.letter)) {
                 last = &given[option.name];
@@ -84,7 +90,8 @@ inline std::string given_once(const std::string& arguments) {
             }
         *last += text + " ";
     }
-    for (const auto& [name, text] : given) first += text;
+    for (const auto& [name, text] : given)
+        first += text;
     return first + rest;
 }
 // The program. Several ranks without a GPU are the threads of dev/train_threads.
@@ -97,22 +104,25 @@ inline std::string command(const std::string& arguments) {
 inline Result run(const std::string& arguments) {
     return shell(command(arguments));
 }
-// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, which
-// stands still meanwhile, and $(ranks) are its ranks. The result has what both print. `before` is a
-// command that starts it.
+// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the
+// program, which stands still meanwhile, and $(ranks) are its ranks. The result has what both
+// print. `before` is a command that starts it.
 inline Result run_and_act(const std::string& arguments, const std::string& sign,
                           const std::string& action, const std::string& before = "") {
     pid_t pid = 0;
     bool acted = false;
     std::string said;
     Result r = shell("echo $$; exec " + before + command(arguments), [&](const std::string& line) {
-        if (!pid) pid = std::atoi(line.c_str());
-        if (acted || line.compare(0, sign.size(), sign)) return;
+        if (!pid)
+            pid = std::atoi(line.c_str());
+        if (acted || line.compare(0, sign.size(), sign))
+            return;
         acted = kill(pid, SIGSTOP) == 0;
         said = shell(format("pid=%d; ranks() { pgrep -P $pid; }; ", pid) + action).out;
         kill(pid, SIGCONT);
     });
-    if (!acted) test::report(__FILE__, __LINE__, "no line begins with \"" + sign + "\": " + r.out);
+    if (!acted)
+        test::report(__FILE__, __LINE__, "no line begins with \"" + sign + "\": " + r.out);
     r.out += said;
     return r;
 }
@@ -133,7 +143,8 @@ std::string quiet_error_of(F code) {
 inline std::string text_file() {
     static const std::string path = [] {
         std::string text;
-        for (int i = 0; i < 100; i++) text += write_story(5, i);
+        for (int i = 0; i < 100; i++)
+            text += write_story(5, i);
         write_file(dir() + "/stories.txt", text);
         return dir() + "/stories.txt";
     }();
@@ -149,7 +160,8 @@ inline Options options_of(const std::vector<std::string>& arguments) {
     Options o;
     std::vector<Option> table = o.table();
     std::vector<const char*> words = {"train_gpt2cu"};
-    for (const std::string& argument : arguments) words.push_back(argument.c_str());
+    for (const std::string& argument : arguments)
+        words.push_back(argument.c_str());
     parse_options(static_cast<int>(words.size()), words.data(), table);
     return o;
 }
@@ -162,20 +174,24 @@ inline double number_after(const std::string& text, const std::string& key) {
     const size_t at = text.rfind(key);
     return at == std::string::npos ? NAN : std::atof(text.c_str() + at + key.size());
 }
-// The rows of a kind in the log of the run whose folder is `out`, a number in a row, and that number in each row.
+// The rows of a kind in the log of the run whose folder is `out`, a number in a row, and that
+// number in each row.
 inline std::vector<std::string> rows(const std::string& out, const std::string& kind) {
     std::vector<std::string> found;
     std::istringstream log(read_file(out + "/log.jsonl"));
     for (std::string line; std::getline(log, line);)
-        if (line.find("{\"kind\": \"" + kind + "\"") == 0) found.push_back(line);
+        if (line.find("{\"kind\": \"" + kind + "\"") == 0)
+            found.push_back(line);
     return found;
 }
 inline double value(const std::string& row, const std::string& key) {
     return number_after(row, "\"" + key + "\": ");
 }
-inline std::vector<double> values(const std::string& out, const std::string& kind, const std::string& key) {
+inline std::vector<double> values(const std::string& out, const std::string& kind,
+                                  const std::string& key) {
     std::vector<double> found;
-    for (const std::string& row : rows(out, kind)) found.push_back(value(row, key));
+    for (const std::string& row : rows(out, kind))
+        found.push_back(value(row, key));
     return found;
 }
 template <class T>
@@ -190,8 +206,10 @@ inline std::string header_of(std::vector<int32_t> numbers) {
 // A shard of tokens. 256, the end of a text in a vocabulary of bytes, is stored as GPT-2's.
 inline std::string write_shard(const std::string& path, const std::vector<int>& tokens) {
     std::vector<uint16_t> stored;
-    for (int token : tokens) stored.push_back(static_cast<uint16_t>(token == 256 ? 50256 : token));
-    write_file(path, header_of({20240520, 1, static_cast<int32_t>(tokens.size())}) + bytes_of(stored));
+    for (int token : tokens)
+        stored.push_back(static_cast<uint16_t>(token == 256 ? 50256 : token));
+    write_file(path,
+               header_of({20240520, 1, static_cast<int32_t>(tokens.size())}) + bytes_of(stored));
     return path;
 }
 
@@ -200,7 +218,8 @@ inline void write_choices(const std::string& path, const std::vector<Choice>& ch
     std::vector<int32_t> header = {20240522, 1, static_cast<int32_t>(choices.size()), 0};
     std::vector<uint16_t> all;
     for (const Choice& c : choices) {
-        std::vector<uint16_t> one = {65535, 0, uint16_t(c.index), uint16_t(c.label), uint16_t(c.endings.size())};
+        std::vector<uint16_t> one = {65535, 0, uint16_t(c.index), uint16_t(c.label),
+                                     uint16_t(c.endings.size())};
         std::vector<std::vector<int>> texts = c.endings;
         texts.insert(texts.begin(), c.context);
         for (const std::vector<int>& text : texts) {
@@ -218,7 +237,8 @@ inline bool exists(const std::string& path) {
 }
 
 // Checks a run's exit code, and that its output has all these parts.
-inline void check_run(const char* file, int line, const Result& r, int code, const std::vector<std::string>& parts) {
+inline void check_run(const char* file, int line, const Result& r, int code,
+                      const std::vector<std::string>& parts) {
     std::string wanted;
     bool ok = r.code == code;
     for (const std::string& part : parts) {
@@ -226,8 +246,10 @@ inline void check_run(const char* file, int line, const Result& r, int code, con
         wanted += (wanted.empty() ? "\"" : " and \"") + part + "\"";
     }
     if (!ok)
-        test::report(file, line,
-                     format("expected exit %d and %s, got exit %d and: %s", code, wanted.c_str(), r.code,
-                            r.out.substr(r.out.size() > 600 ? r.out.size() - 600 : 0).c_str()));
+        test::report(
+            file, line,
+            format("expected exit %d and %s, got exit %d and: %s", code, wanted.c_str(), r.code,
+                   r.out.substr(r.out.size() > 600 ? r.out.size() - 600 : 0).c_str()));
 }
-#define CHECK_RUN(result, exit_code, ...) check_run(__FILE__, __LINE__, result, exit_code, {__VA_ARGS__})
+#define CHECK_RUN(result, exit_code, ...) \
+    check_run(__FILE__, __LINE__, result, exit_code, {__VA_ARGS__})

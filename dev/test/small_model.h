@@ -15,7 +15,8 @@ struct TensorInFile {
     size_t layers;
     bool decays = false;  // the matrices do
 };
-inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t vocabulary, size_t L, size_t C) {
+inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t vocabulary, size_t L,
+                                                 size_t C) {
     return {{"wte", vocabulary * C, 1, true},
             {"wpe", positions * C, 1, true},
             {"ln1w", C, L},
@@ -33,27 +34,48 @@ inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t vocabu
             {"lnfw", C, 1},
             {"lnfb", C, 1}};
 }
-enum { WTE, WPE, LN1W, LN1B, QKVW, QKVB, ATTPROJW, ATTPROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB, LNFW, LNFB };
+enum {
+    WTE,
+    WPE,
+    LN1W,
+    LN1B,
+    QKVW,
+    QKVB,
+    ATTPROJW,
+    ATTPROJB,
+    LN2W,
+    LN2B,
+    FCW,
+    FCB,
+    FCPROJW,
+    FCPROJB,
+    LNFW,
+    LNFB
+};
 inline const std::vector<TensorInFile> kTensors = tensors_in_file(kPositions, Vp, L, C);
 inline size_t offset_of(int tensor, int layer = 0) {
     size_t at = 0;
-    for (int t = 0; t < tensor; t++) at += kTensors[t].size * kTensors[t].layers;
+    for (int t = 0; t < tensor; t++)
+        at += kTensors[t].size * kTensors[t].layers;
     return tensor < 16 ? at + kTensors[tensor].size * layer : at;
 }
 inline const size_t kParameters = offset_of(16);
 
-// The weights are large enough that windows differ in loss and gradients are clipped. Only letters are likely, so that
-// samples can be read back. `end` says how likely the end of a text is. None is zero, because a step would change that
-// at any rate.
+// The weights are large enough that windows differ in loss and gradients are clipped. Only letters
+// are likely, so that samples can be read back. `end` says how likely the end of a text is. None is
+// zero, because a step would change that at any rate.
 constexpr double kEndOften = 0.4, kNoEnd = -5;
 inline std::vector<float> make_weights(double end) {
     std::vector<float> p;
     std::mt19937_64 random(11);
     std::normal_distribution<double> normal;
-    for (size_t i = 0; i < kParameters; i++) p.push_back(static_cast<float>(0.2 * normal(random)));
+    for (size_t i = 0; i < kParameters; i++)
+        p.push_back(static_cast<float>(0.2 * normal(random)));
     for (int t : {LN1W, LN2W, LNFW})
-        for (size_t i = 0; i < kTensors[t].size * kTensors[t].layers; i++) p[offset_of(t) + i] += 1;
-    p[offset_of(LNFW)] = 1e-6f, p[offset_of(LNFB)] = 4;  // a channel that says how likely each token is
+        for (size_t i = 0; i < kTensors[t].size * kTensors[t].layers; i++)
+            p[offset_of(t) + i] += 1;
+    // a channel that says how likely each token is
+    p[offset_of(LNFW)] = 1e-6f, p[offset_of(LNFB)] = 4;
     for (int v = 0; v < Vp; v++) {
         const int letter = (v + '!') | 32;
         p[v * C] = static_cast<float>(letter >= 'a' && letter <= 'z' ? 1e-6 : v == kEnd ? end : -5);
@@ -65,11 +87,13 @@ inline std::string model_header(int version, int NH = ::NH, int V = ::V) {
 }
 inline std::string model_file(double end) {
     const std::string path = dir() + format("/model_%g.bin", end);
-    if (!exists(path)) write_file(path, model_header(3) + bytes_of(make_weights(end)));
+    if (!exists(path))
+        write_file(path, model_header(3) + bytes_of(make_weights(end)));
     return path;
 }
 
-// Letters, most of which are a function of the one before, and here and there the end of a document.
+// Letters, most of which are a function of the one before, and here and there the end of a
+// document.
 inline std::vector<int> make_tokens(int n, int seed) {
     std::vector<int> tokens;
     std::mt19937_64 random(seed);

@@ -1,12 +1,16 @@
-// Every attention kernel of the table against the fp64 reference. kProperties at the end lists what is tested of each.
+// Every attention kernel of the table against the fp64 reference. kProperties at the end lists what
+// is tested of each.
 //
-// The rule of dev/common/bounds.h allows an error of at most k times naive's. naive itself, the yardstick, is held to a
-// relative L2 error. ACCURACY=1 in the environment prints every error that is compared with a bound.
+// The rule of dev/common/bounds.h allows an error of at most k times naive's. naive itself, the
+// yardstick, is held to a relative L2 error. ACCURACY=1 in the environment prints every error that
+// is compared with a bound.
 //
-// Every buffer lies between two guards and starts as NaN bytes, guards included (dev/test/late.h). So an element that is not
-// written, scratch that is not cleared and a read past the end all show as NaN. A write past the end changes a guard.
+// Every buffer lies between two guards and starts as NaN bytes, guards included (dev/test/late.h).
+// So an element that is not written, scratch that is not cleared and a read past the end all show
+// as NaN. A write past the end changes a guard.
 //
-// Run: ./dev/test_attention [part of a test's name, e.g. flash_bf16]      SEED=n for other random numbers
+// Run: ./dev/test_attention [part of a test's name, e.g. flash_bf16]      SEED=n for other random
+// numbers
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -19,19 +23,21 @@
 
 #include "attention/attention.h"
 #include "dev/common/bounds.h"
-#include "dev/test/late.h"
 #include "dev/common/ring_check.h"
 #include "dev/common/test.h"
+#include "dev/test/late.h"
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
 
-static const uint64_t kSeed = std::getenv("SEED") ? std::strtoull(std::getenv("SEED"), nullptr, 10) : 1;
+static const uint64_t kSeed =
+    std::getenv("SEED") ? std::strtoull(std::getenv("SEED"), nullptr, 10) : 1;
 
-// The device of all tests, in strict fp32. Without one, the test that asks for it is skipped. No other stream is ordered
-// with its own.
+// The device of all tests, in strict fp32. Without one, the test that asks for it is skipped. No
+// other stream is ordered with its own.
 static Cuda& gpu() {
     std::string why;
-    if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
+    if (Cuda::count(&why) == 0)
+        SKIP("no GPU: %s", why.c_str());
     static Cuda& dev = *new OwnStream;
     dev.tf32 = false;
     return dev;
@@ -98,8 +104,7 @@ static const struct {
                {"a long tail of keys"}};
 
 static AttentionShape whole(int B, int T, int NH, int HS, bool causal = true, float scale = 0.f) {
-    return {
-        .B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS, .causal = causal, .scale = scale};
+    return {.B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS, .causal = causal, .scale = scale};
 }
 
 // The last Tq of Tk tokens are queries.
@@ -107,16 +112,17 @@ static AttentionShape queries_of(int B, int Tq, int Tk, int NH, int HS) {
     return {.B = B, .Tq = Tq, .Tk = Tk, .NH = NH, .HS = HS};
 }
 
-// The tensors of a problem have Tk tokens, of which the last Tq are the queries. So kernels get views with other memory
-// before and between their rows.
+// The tensors of a problem have Tk tokens, of which the last Tq are the queries. So kernels get
+// views with other memory before and between their rows.
 struct Case {
     AttentionShape shape;
     Input input = Input::normal;
     float logit = 0;
     std::string text() const {
-        return format("B%d Tq%d Tk%d NH%d HS%d %s scale %g, %s, logit %g, SEED=%llu", shape.B, shape.Tq, shape.Tk,
-                      shape.NH, shape.HS, shape.causal ? "causal" : "full", shape.resolved_scale(),
-                      kInputs[static_cast<int>(input)].text, logit, static_cast<unsigned long long>(kSeed));
+        return format("B%d Tq%d Tk%d NH%d HS%d %s scale %g, %s, logit %g, SEED=%llu", shape.B,
+                      shape.Tq, shape.Tk, shape.NH, shape.HS, shape.causal ? "causal" : "full",
+                      shape.resolved_scale(), kInputs[static_cast<int>(input)].text, logit,
+                      static_cast<unsigned long long>(kSeed));
     }
 };
 
@@ -139,7 +145,8 @@ struct Problem {
 
 // NaN if any difference is NaN.
 static Norms error(const std::vector<double>& got, const std::vector<double>& want) {
-    if (got.size() != want.size()) throw Error(format("%zu elements, expected %zu", got.size(), want.size()));
+    if (got.size() != want.size())
+        throw Error(format("%zu elements, expected %zu", got.size(), want.size()));
     double max = 0, squares = 0;
     for (size_t i = 0; i < got.size(); i++) {
         const double difference = got[i] - want[i];
@@ -152,9 +159,10 @@ static Norms norms(const std::vector<double>& x) {
     return error(x, std::vector<double>(x.size()));
 }
 
-// How tensors lie in memory: qkv and dqkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse and lse_rest (B, NH, T).
-// With a gap q, k and v lie one behind the other, rows and sequences have other memory before them, and no two tensors'
-// strides are the same. Without one all may hold several copies of the problem.
+// How tensors lie in memory: qkv and dqkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse and
+// lse_rest (B, NH, T). With a gap q, k and v lie one behind the other, rows and sequences have
+// other memory before them, and no two tensors' strides are the same. Without one all may hold
+// several copies of the problem.
 struct Layout {
     AttentionShape s;
     int T = s.Tk, gap = 0, copies = 1;
@@ -165,9 +173,7 @@ struct Layout {
     PieceCall all() const {
         return {.q0 = T - s.Tq, .Tq = s.Tq, .k0 = 0, .Tk = T, .causal = s.causal};
     }
-    PieceCall every_token() const {
-        return {.q0 = 0, .Tq = T, .k0 = 0, .Tk = T, .causal = false};
-    }
+    PieceCall every_token() const { return {.q0 = 0, .Tq = T, .k0 = 0, .Tk = T, .causal = false}; }
     AttentionShape shape(const PieceCall& p) const {
         AttentionShape piece = s;
         piece.B = s.B * copies;
@@ -183,14 +189,16 @@ struct Layout {
         const Heads<A> alone{.ptr = x + gap, .batch = batch, .token = row};
         if (tensor == Lse || tensor == Rest)
             return Heads<A>{.ptr = x, .batch = T + more, .token = 1}.from(p.q0);
-        if (tensor == Out || tensor == Dout) return alone.from(p.q0);
+        if (tensor == Out || tensor == Dout)
+            return alone.from(p.q0);
         PackedHeads<A> all = packed(x, T, s);
         if (gap) {
             all = {.q = alone, .k = alone, .v = alone};
             all.k.ptr += room();
             all.v.ptr += 2 * room();
         }
-        if (tensor == Q || tensor == Dq) return all.q.from(p.q0);
+        if (tensor == Q || tensor == Dq)
+            return all.q.from(p.q0);
         return (tensor == K || tensor == Dk ? all.k : all.v).from(p.k0);
     }
     template <class A>
@@ -200,7 +208,8 @@ struct Layout {
     template <class A>  // from the first copy
     std::vector<double> take(int tensor, const A* x, const PieceCall& p) const {
         const bool stats = tensor == Lse || tensor == Rest;
-        const int tokens = tensor == Dk || tensor == Dv ? p.Tk : p.Tq, rows = s.B * (stats ? s.NH : 1) * tokens;
+        const int tokens = tensor == Dk || tensor == Dv ? p.Tk : p.Tq,
+                  rows = s.B * (stats ? s.NH : 1) * tokens;
         const Heads<const A> from = view(tensor, x, p);
         std::vector<double> taken;
         for (int row = 0; row < rows; row++)
@@ -212,7 +221,8 @@ struct Layout {
     template <class A, class X>
     void put(int tensor, A* x, const std::vector<X>& values) const {
         const Heads<A> to = view(tensor, x, every_token());
-        for (int row = 0; row < s.B * T; row++) std::copy_n(&values[row * C()], C(), to.row(row / T, row % T, 0, 0));
+        for (int row = 0; row < s.B * T; row++)
+            std::copy_n(&values[row * C()], C(), to.row(row / T, row % T, 0, 0));
     }
     template <class X, class Y>
     AttentionForward<X, Y> forward(const PieceCall& p, const X* qkv, Y* out, Acc<X>* lse) const {
@@ -225,8 +235,8 @@ struct Layout {
         return call;
     }
     template <class X, class Y>
-    AttentionBackward<X, Y> backward(const PieceCall& p, const X* qkv, const X* dout, const X* out, const Acc<X>* lse,
-                                     Y* dqkv) const {
+    AttentionBackward<X, Y> backward(const PieceCall& p, const X* qkv, const X* dout, const X* out,
+                                     const Acc<X>* lse, Y* dqkv) const {
         AttentionBackward<X, Y> call{shape(p)};
         call.q = view(Q, qkv, p);
         call.k = view(K, qkv, p);
@@ -241,23 +251,26 @@ struct Layout {
     }
 };
 
-// q_i = a(x_i w + noise), k_j = a(y_j w + noise). w is ±1s for each head, so S is x_i·y_j·logit plus noise of about 3.
-// Constant inputs have no noise, and w = 1.
+// q_i = a(x_i w + noise), k_j = a(y_j w + noise). w is ±1s for each head, so S is x_i·y_j·logit
+// plus noise of about 3. Constant inputs have no noise, and w = 1.
 template <class X>
 void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     const AttentionShape& s = p.c.shape;
     const bool constant = p.c.input == Input::constant, mixed = p.c.input == Input::mixed;
-    const float a = std::sqrt(std::fabs(p.c.logit) / (s.resolved_scale() * static_cast<float>(s.HS)));
+    const float a =
+        std::sqrt(std::fabs(p.c.logit) / (s.resolved_scale() * static_cast<float>(s.HS)));
     const int T = p.c.shape.Tk;
     const float steps = static_cast<float>(std::max(2, T / 16) - 1);  // of a ramp
     const float noise = constant ? 0.f : 0.1f;
     std::normal_distribution<float> normal;
     std::uniform_real_distribution<float> uniform(-1.f, 1.f);
     std::vector<float> w(s.NH * s.HS);
-    for (float& x : w) x = constant || uniform(rng) >= 0.f ? 1.f : -1.f;
+    for (float& x : w)
+        x = constant || uniform(rng) >= 0.f ? 1.f : -1.f;
     for (int row = 0; row < s.B * T * 3 * s.NH; row++) {  // of (B, T, 3, NH)
         const int h = row % s.NH, part = row / s.NH % 3, token = row / s.NH / 3, t = token % T;
-        if (part == 2) continue;
+        if (part == 2)
+            continue;
         const bool key = part == 1;
         float x = uniform(rng);
         if (constant)
@@ -265,7 +278,9 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
         else if (mixed)
             x = key ? 0.75f + 0.25f * x : t == T - 1 ? -1.f : x;
         else
-            x = key ? std::min(static_cast<float>(t / 16) / steps, 1.f) * 2.f - 1.f : x < 0.f ? -1.f : 1.f;
+            x = key       ? std::min(static_cast<float>(t / 16) / steps, 1.f) * 2.f - 1.f
+                : x < 0.f ? -1.f
+                          : 1.f;
         for (int d = 0; d < s.HS; d++)
             p.in[part][(size_t(token) * s.NH + h) * s.HS + d] =
                 static_cast<X>(a * (x * w[h * s.HS + d] + noise * normal(rng)));
@@ -291,34 +306,40 @@ void make_tail(Problem<X>& p) {
     }
 }
 
-// The problem without its result. Tokens that are no queries have a dout of 0. So run as a whole sequence it has the same
-// results (see naive_errors).
+// The problem without its result. Tokens that are no queries have a dout of 0. So run as a whole
+// sequence it has the same results (see naive_errors).
 template <class X>
 Problem<X> inputs_of(const Case& c) {
     const AttentionShape& s = c.shape;
     const size_t C = size_t(s.NH) * s.HS, T = c.shape.Tk;
     const auto& input = kInputs[static_cast<int>(c.input)];
-    std::seed_seq seed{kSeed, uint64_t(s.B), uint64_t(T), uint64_t(s.NH), static_cast<uint64_t>(c.input)};
+    std::seed_seq seed{kSeed, uint64_t(s.B), uint64_t(T), uint64_t(s.NH),
+                       static_cast<uint64_t>(c.input)};
     std::mt19937_64 rng(seed);
     std::normal_distribution<float> normal;
     Problem<X> p{c};
-    for (auto& x : p.in) x.resize(s.B * T * C);
+    for (auto& x : p.in)
+        x.resize(s.B * T * C);
     for (size_t i = 0; i < s.B * T * 3 * C; i++) {  // of (B, T, 3, NH, HS)
         const size_t part = i / C % 3, token = i / C / 3;
         const float early = part == 1 && token % T < 32 ? input.early : 1.f;
-        p.in[part][token * C + i % C] = static_cast<X>((normal(rng) + input.shift) * input.factors[part] * early);
+        p.in[part][token * C + i % C] =
+            static_cast<X>((normal(rng) + input.shift) * input.factors[part] * early);
     }
-    for (X& x : p.in[3]) x = static_cast<X>((normal(rng) + input.shift) * input.factors[3]);
-    if (c.logit != 0) make_large_logits(p, rng);
+    for (X& x : p.in[3])
+        x = static_cast<X>((normal(rng) + input.shift) * input.factors[3]);
+    if (c.logit != 0)
+        make_large_logits(p, rng);
     if (c.input == Input::tail)
         make_tail(p);
     for (size_t row = 0; row < s.B * T; row++)
-        if (row % T < T - s.Tq) std::fill_n(&p.in[3][row * C], C, static_cast<X>(0.f));
+        if (row % T < T - s.Tq)
+            std::fill_n(&p.in[3][row * C], C, static_cast<X>(0.f));
     return p;
 }
 
-// Errors that another good kernel may make though a lucky naive one does not. The fp32 rounding error of a dot product
-// a·b is about u|a||b|.
+// Errors that another good kernel may make though a lucky naive one does not. The fp32 rounding
+// error of a dot product a·b is about u|a||b|.
 template <class X>
 std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const AttentionShape& s = p.c.shape;
@@ -334,16 +355,20 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const double scale = s.resolved_scale(), dP = d_o.l2 * v.l2, S = scale * q.l2 * k.l2;
     constexpr double u = 0x1p-24;
     std::array<double, kTensors> tiny;
-    for (int i = 0; i < kTensors; i++) tiny[i] = one_rounding<X>(i, norms(p.ref[i]).max);
-    // A query that sees one key has dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly. Flash's D =
-    // rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay.
+    for (int i = 0; i < kTensors; i++)
+        tiny[i] = one_rounding<X>(i, norms(p.ref[i]).max);
+    // A query that sees one key has dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly.
+    // Flash's D = rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay.
     tiny[Dq] += scale * 2 * u * dP * k.max;
     tiny[Dk] += scale * 2 * u * dP * q.max;
-    // With so few tokens naive's largest error is luck. So the error of an element of P, which is u|S| and its rounding
-    // to X, is carried through.
-    if (T <= 2) tiny[Lse] += u * S;
-    // All keys are the same, and each row of dS sums to 0, so the exact dq is 0. The rounding of dS stays.
-    if (p.c.input == Input::constant) tiny[Dq] += kRoundoff<X> * scale * dP * k.max;
+    // With so few tokens naive's largest error is luck. So the error of an element of P, which is
+    // u|S| and its rounding to X, is carried through.
+    if (T <= 2)
+        tiny[Lse] += u * S;
+    // All keys are the same, and each row of dS sums to 0, so the exact dq is 0. The rounding of dS
+    // stays.
+    if (p.c.input == Input::constant)
+        tiny[Dq] += kRoundoff<X> * scale * dP * k.max;
     if (T == 2) {
         const double P = kRoundoff<X> + u * S;
         tiny[Out] += P * v.max;
@@ -356,21 +381,26 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
 
 // Each case is computed once, because the fp64 result is most of this program's time.
 template <class X>
-const Problem<X>& problem(Case c) {  // by value, because g++ 13 takes a reference for one into the argument
+// by value, because g++ 13 takes a reference for one into the argument
+const Problem<X>& problem(Case c) {
     static std::map<std::string, Problem<X>> cache;
     const auto found = cache.find(c.text());
-    if (found != cache.end()) return found->second;
+    if (found != cache.end())
+        return found->second;
 
     Problem<X> p = inputs_of<X>(c);
     Layout layout{c.shape};
     layout.s.scale = c.shape.resolved_scale();  // the fp32 number that kernels take
     const PieceCall all = layout.all();
-    std::vector<double> qkv(3 * layout.room()), dout(layout.room()), out(layout.room()), lse(layout.stats_room());
+    std::vector<double> qkv(3 * layout.room()), dout(layout.room()), out(layout.room()),
+        lse(layout.stats_room());
     std::vector<double> dqkv(qkv.size());
-    for (int i : {Q, K, V, Dout}) layout.put(i, i == Dout ? dout.data() : qkv.data(), p.in[i - Q]);
+    for (int i : {Q, K, V, Dout})
+        layout.put(i, i == Dout ? dout.data() : qkv.data(), p.in[i - Q]);
     static const Cpu cpu;
     attention_forward(cpu, layout.forward<double>(all, qkv.data(), out.data(), lse.data()));
-    attention_backward(cpu, layout.backward<double>(all, qkv.data(), dout.data(), out.data(), lse.data(), dqkv.data()));
+    attention_backward(cpu, layout.backward<double>(all, qkv.data(), dout.data(), out.data(),
+                                                    lse.data(), dqkv.data()));
     for (int i = 0; i < kTensors; i++)
         p.ref[i] = layout.take(i, i == Out ? out.data() : i == Lse ? lse.data() : dqkv.data(), all);
     p.tiny = tiny_errors(p);
@@ -380,8 +410,8 @@ const Problem<X>& problem(Case c) {  // by value, because g++ 13 takes a referen
 // -------------------------------------------------------------------------------------------------
 // Runs, and the bounds of their errors
 
-// Device copies of a problem's inputs, `copies` times over, and poisoned outputs. If Y is not X, forward runs twice,
-// because backward takes an out of type X.
+// Device copies of a problem's inputs, `copies` times over, and poisoned outputs. If Y is not X,
+// forward runs twice, because backward takes an out of type X.
 template <class X, class Y = X>
 struct Run {
     static constexpr bool kTwo = !std::is_same_v<X, Y>, kHasRest = std::is_same_v<X, float>;
@@ -392,15 +422,18 @@ struct Run {
     const PieceCall all = layout.all();
     const AttentionShape s = layout.shape(all);
     const size_t n = copies * layout.room(), rows = copies * layout.stats_room();
-    Buffer<X> qkv{"qkv", 3 * n}, dout{"dout", n}, out{"out", n}, att{"att", kernel.saved_bytes(s) / sizeof(X)};
+    Buffer<X> qkv{"qkv", 3 * n}, dout{"dout", n}, out{"out", n},
+        att{"att", kernel.saved_bytes(s) / sizeof(X)};
     Buffer<Y> out_y{"out of type Y", kTwo ? n : 0}, dqkv{"dqkv", 3 * n};
     Buffer<float> lse{"lse", rows}, lse_rest{"lse_rest", rows};
     Buffer<char> scratch{"scratch", kernel.scratch_bytes(s)};
 
     Run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0, int copies = 1)
         : kernel(kernel), p(p), layout{.s = p.c.shape, .gap = gap, .copies = copies} {
-        std::vector<X> qkvs(3 * layout.room(), static_cast<X>(NAN)), douts(layout.room(), static_cast<X>(NAN));
-        for (int i : {Q, K, V, Dout}) layout.put(i, i == Dout ? douts.data() : qkvs.data(), p.in[i - Q]);
+        std::vector<X> qkvs(3 * layout.room(), static_cast<X>(NAN)),
+            douts(layout.room(), static_cast<X>(NAN));
+        for (int i : {Q, K, V, Dout})
+            layout.put(i, i == Dout ? douts.data() : qkvs.data(), p.in[i - Q]);
         upload(qkv, qkvs);
         upload(dout, douts);
     }
@@ -408,12 +441,15 @@ struct Run {
         const size_t bytes = one.size() * sizeof(X);
         gpu().upload(to, one.data(), bytes);
         for (int copy = 1; copy < copies; copy++)
-            CUDA_CHECK(cudaMemcpyAsync(to + copy * one.size(), to, bytes, cudaMemcpyDeviceToDevice, gpu().stream));
+            CUDA_CHECK(cudaMemcpyAsync(to + copy * one.size(), to, bytes, cudaMemcpyDeviceToDevice,
+                                       gpu().stream));
     }
 
     void forward() {
-        for (const LateMemory* m : Memories{&out, &out_y, &lse, &lse_rest, &att}) m->poison();
-        if constexpr (kTwo) kernel.forward_fp32(gpu(), layout.forward<X, Y>(all, qkv, out_y, lse));
+        for (const LateMemory* m : Memories{&out, &out_y, &lse, &lse_rest, &att})
+            m->poison();
+        if constexpr (kTwo)
+            kernel.forward_fp32(gpu(), layout.forward<X, Y>(all, qkv, out_y, lse));
         auto call = layout.forward<X, X>(all, qkv, out, lse);
         call.att = att;
         if (kHasRest && kernel.takes.pieces)
@@ -422,11 +458,13 @@ struct Run {
     }
     // The gradients' shares that belong to a piece. lse and out are those of whole rows.
     void backward(const PieceCall& piece, const Buffer<char>& scratch) {
-        for (const LateMemory* m : Memories{&dqkv, &scratch}) m->poison();
+        for (const LateMemory* m : Memories{&dqkv, &scratch})
+            m->poison();
         auto call = layout.backward<X, Y>(piece, qkv, dout, out, lse, dqkv);
         call.att = att;
         call.scratch = scratch;
-        if (kHasRest && piece.Tk < all.Tk) call.lse_rest = layout.stats<const float>(Rest, lse_rest, piece);
+        if (kHasRest && piece.Tk < all.Tk)
+            call.lse_rest = layout.stats<const float>(Rest, lse_rest, piece);
         if constexpr (kTwo)
             kernel.backward_fp32(gpu(), call);
         else
@@ -437,18 +475,21 @@ struct Run {
     }
     void whole() {
         forward();
-        if (has_backward()) backward(all, scratch);
+        if (has_backward())
+            backward(all, scratch);
     }
 
     std::string text() const { return format("%s %s", kernel.name, p.c.text().c_str()); }
-    // Takes what a piece wrote of a copy's tensors out of their buffer, and checks that nothing else has been written.
+    // Takes what a piece wrote of a copy's tensors out of their buffer, and checks that nothing
+    // else has been written.
     template <class A>
-    void read(Result& to, std::initializer_list<int> tensors, const Buffer<A>& buffer, const PieceCall& piece,
-              size_t copy = 0) const {
+    void read(Result& to, std::initializer_list<int> tensors, const Buffer<A>& buffer,
+              const PieceCall& piece, size_t copy = 0) const {
         const size_t size = buffer.bytes / sizeof(A) / copies;
         const std::vector<A> host = download<A>(buffer, copy * size, size);
         const auto count = [](const auto& x) {
-            return std::count_if(x.begin(), x.end(), [](auto v) { return !std::isnan(static_cast<double>(v)); });
+            return std::count_if(x.begin(), x.end(),
+                                 [](auto v) { return !std::isnan(static_cast<double>(v)); });
         };
         ptrdiff_t written = count(host);
         for (int i : tensors) {
@@ -457,14 +498,16 @@ struct Run {
         }
         if (written != 0)
             test::report(__FILE__, __LINE__,
-                         format("%s: %td elements of %s outside of the view", text().c_str(), written, buffer.name));
+                         format("%s: %td elements of %s outside of the view", text().c_str(),
+                                written, buffer.name));
     }
     Result result(size_t copy = 0) const {
         Result r;
         read(r, {Out}, out, all, copy);
         read(r, {Lse}, lse, all, copy);
         read(r, {Rest}, lse_rest, all, copy);
-        if (has_backward()) read(r, {Dq, Dk, Dv}, dqkv, all, copy);
+        if (has_backward())
+            read(r, {Dq, Dk, Dv}, dqkv, all, copy);
         return r;
     }
     auto bytes() const {
@@ -482,11 +525,13 @@ Result run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0) {
     return r.result();
 }
 
-// Naive's errors are computed only on demand, because compute-sanitizer finds races in cuBLAS, which naive multiplies
-// with. Its backward takes whole sequences, in which only the last rows are the problem's.
+// Naive's errors are computed only on demand, because compute-sanitizer finds races in cuBLAS,
+// which naive multiplies with. Its backward takes whole sequences, in which only the last rows are
+// the problem's.
 template <class X>
 const TensorNorms& naive_errors(const Problem<X>& p) {
-    if (p.naive) return *p.naive;
+    if (p.naive)
+        return *p.naive;
     const AttentionShape& s = p.c.shape;
     Problem<X> w = p;
     w.c.shape.Tq = s.Tk;
@@ -494,23 +539,24 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
     p.naive.emplace();
     for (int i = 0; i < kTensors; i++) {
         const int tokens = i >= Dk ? s.Tk : s.Tq;
-        const PieceCall last{
-            .q0 = s.Tk - tokens, .Tq = tokens, .k0 = 0, .Tk = 0, .causal = false};
-        (*p.naive)[i] = error(Layout{w.c.shape}.take(i == Lse ? Lse : Out, got[i].data(), last), p.ref[i]);
+        const PieceCall last{.q0 = s.Tk - tokens, .Tq = tokens, .k0 = 0, .Tk = 0, .causal = false};
+        (*p.naive)[i] =
+            error(Layout{w.c.shape}.take(i == Lse ? Lse : Out, got[i].data(), last), p.ref[i]);
     }
     return *p.naive;
 }
 
-// Naive's L2 error is relative to the tensor's norm. Its largest error is relative to the largest element. It has three
-// parts: P's error, that of a dot product of T terms, and three roundings to X (P or dS, dP, the result). Naive may have
-// twice their sum.
-// An error ε of S makes a relative error e^ε − 1 of P. S is a dot product of HS terms, in error by about √HS·u|S|, and
-// naive rounds it to X. Only an S near its row's lse has weight.
+// Naive's L2 error is relative to the tensor's norm. Its largest error is relative to the largest
+// element. It has three parts: P's error, that of a dot product of T terms, and three roundings to
+// X (P or dS, dP, the result). Naive may have twice their sum. An error ε of S makes a relative
+// error e^ε − 1 of P. S is a dot product of HS terms, in error by about √HS·u|S|, and naive rounds
+// it to X. Only an S near its row's lse has weight.
 template <class X>
 Norms naive_bound(const Problem<X>& p, int tensor) {
     const Norms ref = norms(p.ref[tensor]);
     const double lse = norms(p.ref[Lse]).max, tiny = p.tiny[tensor];
-    const double of_S = (std::is_same_v<X, bf16> ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * 0x1p-24;
+    const double of_S =
+        (std::is_same_v<X, bf16> ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * 0x1p-24;
     const double of_P = std::expm1(of_S * lse);
     const double l2 = (std::is_same_v<X, bf16> ? 2e-2 : 1e-5) + (lse > 64 ? of_P : 0);
     const double max = of_P + std::sqrt(p.c.shape.Tk) * 0x1p-24 + 3 * kRoundoff<X>;
@@ -520,34 +566,40 @@ Norms naive_bound(const Problem<X>& p, int tensor) {
 template <class X>
 Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int tensor) {
     const Norms ref = norms(p.ref[tensor]);
-    if (tensor == Lse && std::is_same_v<X, bf16>) return {bf16_lse_bound(ref.max), INFINITY};
+    if (tensor == Lse && std::is_same_v<X, bf16>)
+        return {bf16_lse_bound(ref.max), INFINITY};
     const ErrorBound k = error_bound(kernel, tensor, p.c.shape);
     const Norms naive = naive_errors(p)[tensor];
     const bool constant = p.c.input == Input::constant;
-    // If all logits are equal, all P of a row are the same number. Its rounding does not average out, and naive's error
-    // is luck, because 1/33 happens to be nearly exact.
+    // If all logits are equal, all P of a row are the same number. Its rounding does not average
+    // out, and naive's error is luck, because 1/33 happens to be nearly exact.
     const double P = constant ? std::max(k.roundoff, 0x1p-23) : 0;
-    const double one = std::max(P, roundoff<X>(k, tensor, naive.max, ref.max)), tiny = p.tiny[tensor] + one * ref.max;
-    // An exact naive's L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's rounding is left in dq and dk.
+    const double one = std::max(P, roundoff<X>(k, tensor, naive.max, ref.max)),
+                 tiny = p.tiny[tensor] + one * ref.max;
+    // An exact naive's L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's rounding is
+    // left in dq and dk.
     const bool luck = p.c.shape.Tk <= 2 || (constant && (tensor == Dq || tensor == Dk));
     return {k.max * naive.max + tiny, luck ? INFINITY : k.l2 * naive.l2 + one * ref.l2};
 }
 
-// A rough bound is that for naive itself, which needs no run of naive. The sum of pieces may be in error by a tenth
-// more, because sums have another order, and by its `rounding`.
+// A rough bound is that for naive itself, which needs no run of naive. The sum of pieces may be in
+// error by a tenth more, because sums have another order, and by its `rounding`.
 template <class X>
-void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const Result& got, bool rough = false,
-                  size_t pieces = 0, const TensorNorms& rounding = {}) {
+void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const Result& got,
+                  bool rough = false, size_t pieces = 0, const TensorNorms& rounding = {}) {
     for (int i = 0; i < (got[Dq].empty() ? Dq : kTensors); i++) {
         const Norms e = error(got[i], p.ref[i]);
         const Norms bound = kernel.flash && !rough ? flash_bound(kernel, p, i) : naive_bound(p, i);
         const double max = (pieces ? 1.1 : 1) * bound.max + rounding[i].max;
         const double l2 = (pieces ? 1.1 : 1) * bound.l2 + rounding[i].l2;
-        const std::string said =
-            format("%s %s, %zu pieces: %s: largest error %.3g, %.2f of %.3g; L2 error %.3g, %.2f of %.3g", kernel.name,
-                   p.c.text().c_str(), pieces, kNames[i], e.max, e.max / max, max, e.l2, e.l2 / l2, l2);
-        if (!(e.max <= max && e.l2 <= l2)) test::report(__FILE__, __LINE__, said);
-        if (std::getenv("ACCURACY")) std::printf("  %s\n", said.c_str());
+        const std::string said = format(
+            "%s %s, %zu pieces: %s: largest error %.3g, %.2f of %.3g; L2 error %.3g, %.2f of %.3g",
+            kernel.name, p.c.text().c_str(), pieces, kNames[i], e.max, e.max / max, max, e.l2,
+            e.l2 / l2, l2);
+        if (!(e.max <= max && e.l2 <= l2))
+            test::report(__FILE__, __LINE__, said);
+        if (std::getenv("ACCURACY"))
+            std::printf("  %s\n", said.c_str());
     }
 }
 constexpr int kGap = 32;
@@ -558,8 +610,8 @@ void check_call(const AttentionKernel<X>& kernel, const Case& c, bool rough = fa
     check_result(kernel, p, run(kernel, p, c.shape.Tq == c.shape.Tk ? 0 : kGap), rough);
 }
 
-// Cuts a whole problem. A causal piece must end where its queries do. So the keys from the last cut below its first
-// query on stay together. All of its queries see the keys before.
+// Cuts a whole problem. A causal piece must end where its queries do. So the keys from the last cut
+// below its first query on stay together. All of its queries see the keys before.
 static std::vector<PieceCall> pieces_of(const AttentionShape& s, std::vector<int> q_cuts,
                                         const std::vector<int>& k_cuts) {
     std::vector<PieceCall> pieces;
@@ -568,7 +620,8 @@ static std::vector<PieceCall> pieces_of(const AttentionShape& s, std::vector<int
     for (int q1 : q_cuts) {
         int k0 = 0;
         for (int cut : k_cuts) {
-            if (s.causal && cut > q0) break;
+            if (s.causal && cut > q0)
+                break;
             pieces.push_back({.q0 = q0, .Tq = q1 - q0, .k0 = k0, .Tk = cut - k0, .causal = false});
             k0 = cut;
         }
@@ -579,8 +632,8 @@ static std::vector<PieceCall> pieces_of(const AttentionShape& s, std::vector<int
     return pieces;
 }
 
-// Forward in fp32 is what the whole call rounds. Backward's shares add up to the whole gradients. Each may have an fp32
-// rounding more.
+// Forward in fp32 is what the whole call rounds. Backward's shares add up to the whole gradients.
+// Each may have an fp32 rounding more.
 template <class X>
 void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_cuts,
                   const std::vector<int>& k_cuts, bool rough = false) {
@@ -595,13 +648,15 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         r.read(got, {Out}, r.out_y, r.all);
         r.read(narrow, {Out}, r.out, r.all);
         std::vector<double> rounded = got[Out];
-        for (double& x : rounded) x = static_cast<X>(static_cast<float>(x));
+        for (double& x : rounded)
+            x = static_cast<X>(static_cast<float>(x));
         CHECK(rounded == narrow[Out]);
     } else {
         const auto& of = kernel.unchecked;
         CHECK(of.forward_fp32 == of.forward && of.backward_fp32 == of.backward);
         r.read(got, {Out}, r.out, r.all);
-        const double log_l = std::log(c.shape.Tk);  // at most. Its rounding and that of m·ln 2 may be in the rest
+        // at most. Its rounding and that of m·ln 2 may be in the rest
+        const double log_l = std::log(c.shape.Tk);
         for (size_t i = 0; i < got[Rest].size(); i++)
             CHECK_NEAR(got[Rest][i], 0, 0x1p-23 * (std::fabs(got[Lse][i]) + log_l));
         CHECK(norms(got[Rest]).max > 0);
@@ -616,7 +671,8 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         Result share;
         r.read(share, {Dq, Dk, Dv}, r.dqkv, piece);
         for (int i : {Dq, Dk, Dv}) {
-            const size_t first = i == Dq ? piece.q0 : piece.k0, rows = i == Dq ? piece.Tq : piece.Tk;
+            const size_t first = i == Dq ? piece.q0 : piece.k0,
+                         rows = i == Dq ? piece.Tq : piece.Tk;
             got[i].resize(p.ref[i].size());
             for (size_t e = 0; e < share[i].size(); e++)
                 got[i][e + (e / C / rows * (r.layout.T - rows) + first) * C] += share[i][e];
@@ -631,8 +687,9 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
 // -------------------------------------------------------------------------------------------------
 // The properties that are tested of every kernel
 
-// Walks through the product of shapes and inputs. The counters' periods are coprime, so every pair of values meets.
-// Long sequences come with few heads, because the reference's time grows with B·NH·T²·HS.
+// Walks through the product of shapes and inputs. The counters' periods are coprime, so every pair
+// of values meets. Long sequences come with few heads, because the reference's time grows with
+// B·NH·T²·HS.
 template <class X>
 void accuracy(const AttentionKernel<X>& kernel) {
     if (!kernel.has_backward())
@@ -642,7 +699,8 @@ void accuracy(const AttentionKernel<X>& kernel) {
                              {whole(3, 129, 25, 64), Input::shifted},
                              {whole(1, 200, 2, 64, true, 0.3f)},
                              {whole(1, 200, 2, 128, false, 0.02f), Input::large_q}};
-    const std::pair<int, int> few[] = {{1, 1}, {1, 2}, {2, 1}}, many[] = {{1, 1}, {3, 12}, {1, 25}, {3, 1}, {1, 12}};
+    const std::pair<int, int> few[] = {{1, 1}, {1, 2}, {2, 1}},
+                              many[] = {{1, 1}, {3, 12}, {1, 25}, {3, 1}, {1, 12}};
     int n = 0;
     for (int T : {1, 2, 63, 64, 65, 127, 129, 255, 1000, 1023, 1024, 1025})
         for (int HS : {64, 128})
@@ -654,15 +712,21 @@ void accuracy(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128}) {
         for (bool causal : {true, false}) {
             all.push_back({whole(1, 128, 3, HS, causal)});  // exactly a tile or two of every kernel
-            // flash_bf16_sm90 walks from the last keys to the first and keeps its first maximum until a sum grows out
-            // of range. Other bounds are not made for the rounding of logits of several hundred.
-            if (flash_in_bf16) all.push_back({whole(2, 450, 3, HS, causal), Input::early_keys});
+            // flash_bf16_sm90 walks from the last keys to the first and keeps its first maximum
+            // until a sum grows out of range. Other bounds are not made for the rounding of logits
+            // of several hundred.
+            if (flash_in_bf16)
+                all.push_back({whole(2, 450, 3, HS, causal), Input::early_keys});
         }
-        for (Input input : {Input::magnitudes, Input::reversed}) all.push_back({whole(1, 200, 2, HS), input});
-        // flash_bf16_sm90's backward has fewer heads in work at a time, and later ones take earlier ones' place.
-        if (flash_in_bf16) all.push_back({whole(HS == 64 ? 40 : 20, 129, 25, HS)});
+        for (Input input : {Input::magnitudes, Input::reversed})
+            all.push_back({whole(1, 200, 2, HS), input});
+        // flash_bf16_sm90's backward has fewer heads in work at a time, and later ones take earlier
+        // ones' place.
+        if (flash_in_bf16)
+            all.push_back({whole(HS == 64 ? 40 : 20, 129, 25, HS)});
     }
-    for (const Case& c : all) check_call(kernel, c);
+    for (const Case& c : all)
+        check_call(kernel, c);
 }
 
 // Large logits, at lengths that leave tiles ragged.
@@ -676,7 +740,9 @@ void logits(const AttentionKernel<X>& kernel) {
             for (int T : {33, 65, 100, 127, 129, 1001})
                 for (bool causal : {true, false}) {
                     const int several = T < 1000 ? 2 : 1;
-                    const Case c{whole(several, T, several, HS, causal, 8.f / static_cast<float>(HS)), input, logit};
+                    const Case c{
+                        whole(several, T, several, HS, causal, 8.f / static_cast<float>(HS)), input,
+                        logit};
                     check_call(kernel, c);
                     if (kernel.takes.pieces)
                         check_pieces(kernel, c, {T / 3}, {T / 4});
@@ -687,16 +753,20 @@ template <class X>
 void extremes(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128}) {
         Problem<X> p = inputs_of<X>({whole(2, 130, 3, HS)});
-        for (std::vector<X>& x : p.in) std::fill(x.begin(), x.end(), static_cast<X>(0.f));
+        for (std::vector<X>& x : p.in)
+            std::fill(x.begin(), x.end(), static_cast<X>(0.f));
         const Result zeros = run(kernel, p);
-        for (int i : {Out, Dq, Dk, Dv}) CHECK(norms(zeros[i]).max == 0);
-        for (size_t i = 0; i < zeros[Lse].size(); i++) CHECK_NEAR(zeros[Lse][i], std::log(1. + i % 130), 1e-6);
+        for (int i : {Out, Dq, Dk, Dv})
+            CHECK(norms(zeros[i]).max == 0);
+        for (size_t i = 0; i < zeros[Lse].size(); i++)
+            CHECK_NEAR(zeros[Lse][i], std::log(1. + i % 130), 1e-6);
     }
 }
 
-// One NaN stands in a row of q, k, v or dout of one head. Every element that depends on it is NaN. Other heads, other
-// sequences, and rows farther away than any tile is long, have the bits that they have without it. In between a tile
-// may carry it, because on tensor cores a masked P of 0 times NaN is NaN. naive's tile is the head.
+// One NaN stands in a row of q, k, v or dout of one head. Every element that depends on it is NaN.
+// Other heads, other sequences, and rows farther away than any tile is long, have the bits that
+// they have without it. In between a tile may carry it, because on tensor cores a masked P of 0
+// times NaN is NaN. naive's tile is the head.
 template <class X>
 void one_nan(const AttentionKernel<X>& kernel) {
     constexpr int T = 1000, NH = 3, at = 500, b = 1, h = 1, element = 5;
@@ -705,9 +775,11 @@ void one_nan(const AttentionKernel<X>& kernel) {
     constexpr Rows none{2 * T, -T}, row{at, at}, later{at, T - 1}, earlier{0, at}, all{0, T - 1};
     const struct {
         const char* of;
-        Rows reach[kTensors];  // which rows of out, lse, dq, dk, dv depend on row `at`, in causal attention
+        // which rows of out, lse, dq, dk, dv depend on row `at`, in causal attention
+        Rows reach[kTensors];
     } inputs[] = {{"q", {row, row, row, earlier, earlier}},
-                  {"k", {later, later, later, all, all}},  // the last of the rows of P that are NaN sees every key
+                  // the last of the rows of P that are NaN sees every key
+                  {"k", {later, later, later, all, all}},
                   {"v", {later, none, later, all, none}},
                   {"dout", {none, none, row, earlier, earlier}}};
     for (int HS : {64, 128})
@@ -719,25 +791,31 @@ void one_nan(const AttentionKernel<X>& kernel) {
             p.in[which % 4][((b * T + at) * NH + h) * HS + element] = static_cast<X>(NAN);
             const Result got = run(kernel, p);
             for (int i = 0; i < kTensors; i++) {
-                const auto [first, last] = causal || reach[i].first >= reach[i].second ? reach[i] : all;
-                const int width = i == Lse ? 1 : HS;  // lse is (B, NH, T), the others are (B, T, NH, HS)
+                const auto [first, last] =
+                    causal || reach[i].first >= reach[i].second ? reach[i] : all;
+                // lse is (B, NH, T), the others are (B, T, NH, HS)
+                const int width = i == Lse ? 1 : HS;
                 for (int e = 0; e < static_cast<int>(got[i].size()); e++) {
-                    const int r = e / width, t = i == Lse ? r % T : r / NH % T, head = i == Lse ? r / T % NH : r % NH;
+                    const int r = e / width, t = i == Lse ? r % T : r / NH % T,
+                              head = i == Lse ? r / T % NH : r % NH;
                     const bool here = head == h && r / NH / T == b;
-                    const bool must = here && t >= first && t <= last && (e % width == element || i == Lse);
+                    const bool must =
+                        here && t >= first && t <= last && (e % width == element || i == Lse);
                     const bool may = here && t > first - near && t < last + near;
-                    if (must ? std::isnan(got[i][e]) : may || got[i][e] == clean[i][e]) continue;
+                    if (must ? std::isnan(got[i][e]) : may || got[i][e] == clean[i][e])
+                        continue;
                     test::report(__FILE__, __LINE__,
-                                 format("%s %s, NaN in %s: %s[%d] is %g, not %g", kernel.name, p.c.text().c_str(), of,
-                                        kNames[i], e, got[i][e], must ? NAN : clean[i][e]));
+                                 format("%s %s, NaN in %s: %s[%d] is %g, not %g", kernel.name,
+                                        p.c.text().c_str(), of, kNames[i], e, got[i][e],
+                                        must ? NAN : clean[i][e]));
                     break;
                 }
             }
         }
 }
 
-// Every run writes the bytes of the first. Before the last one all memory is poison for a tenth of a second. So work on
-// another stream reads NaN, or what it writes is lost.
+// Every run writes the bytes of the first. Before the last one all memory is poison for a tenth of
+// a second. So work on another stream reads NaN, or what it writes is lost.
 template <class X, class Y>
 void check_repeats(const AttentionKernel<X>& kernel, const AttentionShape& shape, int count) {
     const Problem<X> p = inputs_of<X>({shape});
@@ -745,17 +823,21 @@ void check_repeats(const AttentionKernel<X>& kernel, const AttentionShape& shape
     r.whole();
     const auto first = r.bytes();
     for (int i = 1; i <= count; i++) {
-        if (i == count) late(gpu(), 100'000'000);
+        if (i == count)
+            late(gpu(), 100'000'000);
         r.whole();
-        if (r.bytes() == first) continue;
+        if (r.bytes() == first)
+            continue;
         const char* when = i == count ? ", whose inputs came late on the device's stream" : "";
-        return test::report(__FILE__, __LINE__, format("%s: other bytes in run %d%s", r.text().c_str(), i + 1, when));
+        return test::report(__FILE__, __LINE__,
+                            format("%s: other bytes in run %d%s", r.text().c_str(), i + 1, when));
     }
 }
 template <class X>
 void determinism(const AttentionKernel<X>& kernel) {
-    const std::pair<AttentionShape, int> runs[] = {
-        {whole(2, 1000, 12, 64), 20}, {whole(1, 1000, 5, 128, false), 20}, {whole(3, 130, 5, 64), 1000}};
+    const std::pair<AttentionShape, int> runs[] = {{whole(2, 1000, 12, 64), 20},
+                                                   {whole(1, 1000, 5, 128, false), 20},
+                                                   {whole(3, 130, 5, 64), 1000}};
     for (const auto& [shape, count] : runs) {
         check_repeats<X, X>(kernel, shape, count);
         if (kernel.takes.pieces)
@@ -763,8 +845,8 @@ void determinism(const AttentionKernel<X>& kernel) {
     }
 }
 
-// 160 tiles of 128 keys in all. So some of 132 multiprocessors get two, and more would queue for a turn. It runs many
-// times, because who gets which must not matter.
+// 160 tiles of 128 keys in all. So some of 132 multiprocessors get two, and more would queue for a
+// turn. It runs many times, because who gets which must not matter.
 template <class X>
 void large(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128})
@@ -780,9 +862,10 @@ void queries(const AttentionKernel<X>& kernel) {
     int n = 0;
     for (int HS : {64, 128}) {
         for (int Tk : {1024, 2049})
-            for (const auto& [B, Tq, NH] :
-                 std::vector<std::array<int, 3>>{{3, 1, 12}, {2, 63, 3}, {2, 65, 3}, {1, 1000, 1}}) {
-                // In bf16 the rounding of O is an error of D, which in rows of so many shifted keys adds up in dQ.
+            for (const auto& [B, Tq, NH] : std::vector<std::array<int, 3>>{
+                     {3, 1, 12}, {2, 63, 3}, {2, 65, 3}, {1, 1000, 1}}) {
+                // In bf16 the rounding of O is an error of D, which in rows of so many shifted keys
+                // adds up in dQ.
                 const int inputs = Tk > 1024 ? 2 : 3;
                 const Input input = static_cast<Input>(n++ % inputs);
                 check_call(kernel, {queries_of(B, Tq, Tk, NH, HS), input});
@@ -844,7 +927,8 @@ void tail(const AttentionKernel<X>& kernel) {
     if constexpr (std::is_same_v<X, bf16>) {
         SKIP("%s: bf16 has too few digits for the tail", kernel.name);
     } else {
-        for (int HS : {64, 128}) check_forward(kernel, {{1, 64, 8192, 1, HS}, Input::tail});
+        for (int HS : {64, 128})
+            check_forward(kernel, {{1, 64, 8192, 1, HS}, Input::tail});
     }
 }
 
@@ -860,7 +944,8 @@ void pieces(const AttentionKernel<X>& kernel) {
             for (const auto& [q_cuts, k_cuts] : cuts)
                 check_pieces(kernel, {whole(2, 300, 3, HS, causal)}, q_cuts, k_cuts);
         check_pieces(kernel, {whole(2, 300, 3, HS, true, 0.3f)}, {128}, {100});
-        check_pieces(kernel, {whole(2, 300, 3, HS, false, 0.02f), Input::large_q}, {100, 200}, {37, 101});
+        check_pieces(kernel, {whole(2, 300, 3, HS, false, 0.02f), Input::large_q}, {100, 200},
+                     {37, 101});
     }
     check_pieces(kernel, {whole(1, 256, 12, 64), Input::large_q}, {64, 128, 192}, {128});
     check_pieces(kernel, {whole(1, 256, 12, 64), Input::shifted}, {128}, {64, 128, 192});
@@ -871,17 +956,20 @@ template <class X>
 void chunks(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128})
         for (bool causal : {true, false}) {
-            const Whole<X, Cuda> all(gpu(), whole(2, 1000, 3, HS, causal), 1, 1, 0, Attention{kernel.name});
+            const Whole<X, Cuda> all(gpu(), whole(2, 1000, 3, HS, causal), 1, 1, 0,
+                                     Attention{kernel.name});
             for (const auto& [q_chunk, k_chunk] : std::vector<std::pair<int, int>>{
                      {500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}})
                 check_chunks(all, q_chunk, k_chunk);
         }
 }
 
-// flash_fp32's tiles for 64 KB of shared memory, which is what Turing gives a block, and the Error if there is less.
+// flash_fp32's tiles for 64 KB of shared memory, which is what Turing gives a block, and the Error
+// if there is less.
 template <class X>
 void small_tiles(const AttentionKernel<X>& kernel) {
-    if (std::string(kernel.name) != "flash_fp32") SKIP("%s has one size of tiles", kernel.name);
+    if (std::string(kernel.name) != "flash_fp32")
+        SKIP("%s has one size of tiles", kernel.name);
     const struct Restore {
         int bytes = gpu().block_smem;
         ~Restore() { gpu().block_smem = bytes; }
@@ -892,16 +980,20 @@ void small_tiles(const AttentionKernel<X>& kernel) {
             gpu().block_smem = restore.bytes;
             const Result large = run(kernel, p);
             gpu().block_smem = 64 << 10;
-            if (restore.bytes >= 112 << 10) CHECK(run(kernel, p)[Dk] != large[Dk]);  // another order of sums
+            // another order of sums
+            if (restore.bytes >= 112 << 10)
+                CHECK(run(kernel, p)[Dk] != large[Dk]);
             gpu().block_smem = 48 << 10;
             CHECK_ERROR(run(kernel, p), "shared memory");
         }
     gpu().block_smem = 64 << 10;
-    for (auto* property : {accuracy<X>, logits<X>, queries<X>, pieces<X>}) property(kernel);
+    for (auto* property : {accuracy<X>, logits<X>, queries<X>, pieces<X>})
+        property(kernel);
 }
 
-// Small enough for compute-sanitizer, because racecheck of `pieces` with flash_fp16x3 takes longer than four minutes. But
-// it has so many heads that the persistent blocks of sm_90a wrap around their stages.
+// Small enough for compute-sanitizer, because racecheck of `pieces` with flash_fp16x3 takes longer
+// than four minutes. But it has so many heads that the persistent blocks of sm_90a wrap around
+// their stages.
 template <class X>
 void few(const AttentionKernel<X>& kernel) {
     const int NH = kernel.min_sm == 90 ? 150 : 2;
@@ -916,12 +1008,14 @@ void few(const AttentionKernel<X>& kernel) {
 // What a kernel does not support gives an Error. What gives none must be right.
 template <class X>
 void limits(const AttentionKernel<X>& kernel) {
-    for (const AttentionShape& shape : {whole(2, 100, 3, 80), whole(1, 70, 2, 32), whole(2731, 2, 25, 64),
-                                        whole(65537, 1, 1, 64)}) {  // more than a grid's y or z
+    for (const AttentionShape& shape :
+         {whole(2, 100, 3, 80), whole(1, 70, 2, 32), whole(2731, 2, 25, 64),
+          whole(65537, 1, 1, 64)}) {  // more than a grid's y or z
         const Problem<X>& p = problem<X>({shape});
         Result got;
         const std::string error = test::error_of([&] { got = run(kernel, p); });
-        if (error.empty()) check_result(kernel, p, got);
+        if (error.empty())
+            check_result(kernel, p, got);
         gpu().sync();  // an Error from a launcher leaves the device fit for work
     }
     // A kernel that has no results in fp32 says so, and so does the dispatcher.
@@ -940,20 +1034,23 @@ void many(const AttentionKernel<X>& kernel) {
     AttentionShape s = whole(1, T, 25, HS);
     const Problem<X>& p = problem<X>({s});
     s.B = Copies;
-    const size_t bytes = 8 * Copies * p.in[0].size() * sizeof(X) + kernel.saved_bytes(s) + kernel.scratch_bytes(s);
+    const size_t bytes =
+        8 * Copies * p.in[0].size() * sizeof(X) + kernel.saved_bytes(s) + kernel.scratch_bytes(s);
     if (bytes > gpu().total_bytes / 10 * 8)
         SKIP("needs %.0f GiB of device memory", static_cast<double>(bytes) / (1 << 30));
     Run<X> r(kernel, p, 0, Copies);
     r.whole();
-    for (int copy : {0, 1, Copies / 3, Copies / 2, Copies - 2, Copies - 1}) check_result(kernel, p, r.result(copy));
+    for (int copy : {0, 1, Copies / 3, Copies / 2, Copies - 2, Copies - 1})
+        check_result(kernel, p, r.result(copy));
 }
 constexpr int kBig = (size_t{1} << 31) / (65 * 25 * 64);  // so many copies of out have 2³¹ elements
 
 // -------------------------------------------------------------------------------------------------
-// Which kernel the trainer takes. dev/test_gpt2 has the layer itself, in a model's gradients and in generation
+// Which kernel the trainer takes. dev/test_gpt2 has the layer itself, in a model's gradients and in
+// generation
 
-// Scratch that is enough for a call without a mask is enough with one, and with fewer queries or keys. A ring's memory
-// relies on that (attention/ring/pieces.h).
+// Scratch that is enough for a call without a mask is enough with one, and with fewer queries or
+// keys. A ring's memory relies on that (attention/ring/pieces.h).
 TEST(scratch_grows_with_the_call) {
     const auto check = [](const auto& kernels, int HS, int NH, int T) {
         for (int i = 0; i < kernels.count; i++)
@@ -963,7 +1060,8 @@ TEST(scratch_grows_with_the_call) {
                     const auto& kernel = kernels.begin[i];
                     AttentionShape s = queries_of(1, Tq, Tk, NH, HS);
                     s.causal = causal;
-                    CHECK(kernel.scratch_bytes(s) <= kernel.scratch_bytes(whole(1, T, NH, HS, false)));
+                    CHECK(kernel.scratch_bytes(s) <=
+                          kernel.scratch_bytes(whole(1, T, NH, HS, false)));
                 }
     };
     for (int HS : {64, 128})
@@ -989,10 +1087,12 @@ TEST(names) {
             }
             CHECK(&attention_kernel<X>(dev, kind, 64) == k);
             const AttentionShape s = whole(2, 100, 12, 64);
-            CHECK(attention_saved_bytes<X>(dev, kind, s) == k->saved_bytes(s) && (!k->flash || k->saved_bytes(s) == 0));
+            CHECK(attention_saved_bytes<X>(dev, kind, s) == k->saved_bytes(s) &&
+                  (!k->flash || k->saved_bytes(s) == 0));
             CHECK(attention_scratch_bytes<X>(dev, kind, s) == k->scratch_bytes(s));
             const auto takes = [&](bool training, bool ring) {
-                return test::error_of([&] { check_attention<X>(dev, kind, 64, training, ring); }).empty();
+                return test::error_of([&] { check_attention<X>(dev, kind, 64, training, ring); })
+                    .empty();
             };
             CHECK(takes(false, false));
             CHECK(takes(true, false) == k->has_backward());
@@ -1000,7 +1100,8 @@ TEST(names) {
         }
         check_attention<X>(dev, Attention::flash, 64, true, true);
         const AttentionKernel<X>& flash = attention_kernel<X>(dev, Attention::flash, 64);
-        CHECK(flash.flash && flash.runs_on(dev) && !attention_kernel<X>(dev, Attention::naive, 64).flash);
+        CHECK(flash.flash && flash.runs_on(dev) &&
+              !attention_kernel<X>(dev, Attention::naive, 64).flash);
         CHECK_ERROR(attention_kernel<X>(dev, Attention::flash, 80), "80");
     };
     check(float{});
@@ -1326,7 +1427,8 @@ struct Rows {
     size_t size() const { return B * T * row(); }
     template <class A>
     Heads<A> of(A* x) const {
-        if (token_major) return {.ptr = x, .batch = row(), .token = B * row()};
+        if (token_major)
+            return {.ptr = x, .batch = row(), .token = B * row()};
         return {.ptr = x, .batch = T * row(), .token = row()};
     }
 };
@@ -1457,10 +1559,12 @@ TEST(add_of_wide_rows) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Rings (attention/ring), with the kernel that --attention flash names on this GPU. dev/test_ring has the CPU's
+// Rings (attention/ring), with the kernel that --attention flash names on this GPU. dev/test_ring
+// has the CPU's
 
 TEST(ring_of_threads) {
-    for (const AttentionShape& s : {whole(2, 48 * 17, 2, 64, true, 0.2f), whole(2, 48 * 22, 2, 128)})
+    for (const AttentionShape& s :
+         {whole(2, 48 * 17, 2, 64, true, 0.2f), whole(2, 48 * 22, 2, 128)})
         for (const double q_sigma : {1., 3.}) {
             check_local_rings<float>(gpu(), s, q_sigma, 0);
             check_local_rings<bf16>(gpu(), s, q_sigma, 0);
@@ -1503,23 +1607,28 @@ constexpr Property<X> kProperties[] = {
     {"limits", limits<X>},            // what is not supported gives an Error, never a wrong result
     {"big", many<X, 65, 64, kBig / 3 + 2>},  // more than 2³¹ elements of qkv and dqkv
     {"big out", many<X, 65, 64, kBig + 2>},  // also of out, dout and dq, if the GPU has the memory
-    // The heads are so many and so long that flash_bf16_sm90 takes them in groups and uses a place in dQ's sum twice.
+    // The heads are so many and so long that flash_bf16_sm90 takes them in groups and uses a place
+    // in dQ's sum twice.
     {"groups", many<X, 1040, 128, 5>}};
 
-// A test is a plain function, so its number is a template parameter, of all kernels' properties in a row.
+// A test is a plain function, so its number is a template parameter, of all kernels' properties in
+// a row.
 constexpr int kRoom = 6;  // for this many kernels of a precision
 template <class X, int I = 0>
 void add_tests() {
     constexpr int number = I / std::size(kProperties<X>), which = I % std::size(kProperties<X>);
-    if (number == attention_kernels<X>().count) return;
+    if (number == attention_kernels<X>().count)
+        return;
     if constexpr (number < kRoom) {
-        static const std::string name = format("%s %s %s", attention_kernels<X>().begin[number].name,
-                                               name_of(dtype_of<X>()), kProperties<X>[which].name);
+        static const std::string name =
+            format("%s %s %s", attention_kernels<X>().begin[number].name, name_of(dtype_of<X>()),
+                   kProperties<X>[which].name);
         const auto run = [] {
             const AttentionKernel<X>& kernel = attention_kernels<X>().begin[number];
             const Property<X>& property = kProperties<X>[which];
             const int sm = gpu().sm;
-            if (!kernel.runs_on(gpu())) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, sm);
+            if (!kernel.runs_on(gpu()))
+                SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, sm);
             if (property.needs_fp32 && !kernel.takes.pieces)
                 SKIP("%s takes whole sequences only", kernel.name);
             property.check(kernel);

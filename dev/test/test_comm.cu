@@ -1,14 +1,14 @@
-// Tests the collectives over NCCL, with a forked process for each GPU. It tests values, streams, CUDA graphs and rings.
-// On a machine with one GPU two ranks share it. Needs NCCL. dev/test_program has a rank that dies while the others' GPUs
-// wait for it.
+// Tests the collectives over NCCL, with a forked process for each GPU. It tests values, streams,
+// CUDA graphs and rings. On a machine with one GPU two ranks share it. Needs NCCL. dev/test_program
+// has a rank that dies while the others' GPUs wait for it.
 //
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
 
 #include "data/file.h"
+#include "dev/common/ring_check.h"
 #include "dev/test/processes.h"
 #include "dev/test/program.h"
-#include "dev/common/ring_check.h"
 #include "parallel/comm.h"
 #include "parallel/rendezvous.h"
 
@@ -24,21 +24,24 @@ int gpus() {
         one.start([] { return std::min(Cuda::count(), 100); });
         return one.wait()[0];
     }();
-    if (count == 0) SKIP("no GPU");
+    if (count == 0)
+        SKIP("no GPU");
     return count;
 }
 
-// Jobs of two and of four ranks, which must all end well. Each has a GPU, or two share the only one. NCCL refuses that on
-// one machine, so it is told that they are on two.
+// Jobs of two and of four ranks, which must all end well. Each has a GPU, or two share the only
+// one. NCCL refuses that on one machine, so it is told that they are on two.
 void on_gpus(const Body& body) {
-    if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL")) SKIP("built without NCCL");
+    if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL"))
+        SKIP("built without NCCL");
     const int all = gpus();
     for (int size = 2; size <= std::clamp(all, 2, 4); size *= 2) {
         const int port = free_port();
         Processes ranks;
         for (int rank = 0; rank < size; rank++)
             ranks.start([&, rank] {
-                if (all == 1) setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
+                if (all == 1)
+                    setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
                 const Place place{rank, size, rank, size, port, "127.0.0.1", "a job"};
                 const std::string id = rendezvous(place, {}, rank == 0 ? NcclComm::new_id() : "");
                 const Cuda dev(rank % all);
@@ -54,7 +57,8 @@ void on_gpus(const Body& body) {
 template <class F>
 std::vector<double> elements(size_t n, F x) {
     std::vector<double> all;
-    for (size_t i = 0; i < n; i++) all.push_back(x(i));
+    for (size_t i = 0; i < n; i++)
+        all.push_back(x(i));
     return all;
 }
 // A rank's elements are integers, so that sums are exact in any order.
@@ -63,7 +67,8 @@ double value(int rank, size_t i) {
 }
 double sum_of_values(int size, int first_rank, size_t i) {
     double sum = 0;
-    for (int r = 0; r < size; r++) sum += value(r + first_rank, i);
+    for (int r = 0; r < size; r++)
+        sum += value(r + first_rank, i);
     return sum;
 }
 
@@ -75,13 +80,18 @@ void copy(const Cuda& dev, float* to, const float* from, size_t bytes) {
 
 TEST(nccl_collectives) {
     on_gpus([](const Cuda& dev, NcclComm& comm) {
-        const int size = comm.size, rank = comm.rank, next = (rank + 1) % size, before = (rank + size - 1) % size;
+        const int size = comm.size, rank = comm.rank, next = (rank + 1) % size,
+                  before = (rank + size - 1) % size;
         const auto mine = [=](size_t i) { return value(rank, i); };
         for (const size_t n : {4, 1000, 1 << 20}) {
             const auto sent_by = [=](int r) { return n / (1 + r % 2); };
-            Floats reduced(dev, elements(n, mine)), parts(dev, elements(size * n, mine)), own(dev, n);
-            Floats all(dev, elements(size * n, [=](size_t i) { return i / n == size_t(rank) ? mine(i) : NAN; }));
-            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1)), first(dev, elements(n, mine));
+            Floats reduced(dev, elements(n, mine)), parts(dev, elements(size * n, mine)),
+                own(dev, n);
+            Floats all(dev, elements(size * n, [=](size_t i) {
+                           return i / n == size_t(rank) ? mine(i) : NAN;
+                       }));
+            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1)),
+                first(dev, elements(n, mine));
             Floats passed_on(dev, elements(n, mine));
             comm.fork();
             comm.group([&] {
@@ -91,21 +101,32 @@ TEST(nccl_collectives) {
             });
             comm.send_recv(next, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
             comm.broadcast(first.ptr, n * sizeof(float));
-            if (rank == 0) comm.send(1, passed_on.ptr, n * sizeof(float));
-            if (rank == 1) comm.recv(0, passed_on.ptr, n * sizeof(float));
+            if (rank == 0)
+                comm.send(1, passed_on.ptr, n * sizeof(float));
+            if (rank == 1)
+                comm.recv(0, passed_on.ptr, n * sizeof(float));
             comm.join();
             std::vector<float> host(size * n, -1);
-            for (size_t i = 0; i < n; i++) host[rank * n + i] = static_cast<float>(mine(i));
+            for (size_t i = 0; i < n; i++)
+                host[rank * n + i] = static_cast<float>(mine(i));
             comm.host_all_gather(host.data(), n * sizeof(float));
-            for (size_t i = 0; i < host.size(); i++) CHECK(host[i] == value(static_cast<int>(i / n), i % n));
+            for (size_t i = 0; i < host.size(); i++)
+                CHECK(host[i] == value(static_cast<int>(i / n), i % n));
             CHECK(first.values() == elements(n, [](size_t i) { return value(0, i); }));
-            CHECK(passed_on.values() == elements(n, [=](size_t i) { return value(rank == 1 ? 0 : rank, i); }));
-            CHECK(reduced.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, i); }));
-            CHECK(own.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
-            CHECK(all.values() == elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
-            CHECK(got.values() == elements(n, [=](size_t i) { return i < sent_by(before) ? value(before, i) : -1; }));
+            CHECK(passed_on.values() ==
+                  elements(n, [=](size_t i) { return value(rank == 1 ? 0 : rank, i); }));
+            CHECK(reduced.values() ==
+                  elements(n, [=](size_t i) { return sum_of_values(size, 0, i); }));
+            CHECK(own.values() ==
+                  elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
+            CHECK(all.values() ==
+                  elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
+            CHECK(got.values() == elements(n, [=](size_t i) {
+                      return i < sent_by(before) ? value(before, i) : -1;
+                  }));
 
-            // These sums round. If ranks that each update all parameters got different bits, they would drift apart.
+            // These sums round. If ranks that each update all parameters got different bits, they
+            // would drift apart.
             uint64_t first_bits = 0;
             for (int again = 0; again < 3; again++) {
                 Floats x(dev, elements(n, [=](size_t i) { return 1.f / (3.f + mine(i)); }));
@@ -114,23 +135,27 @@ TEST(nccl_collectives) {
                 comm.join();
                 const std::vector<double> sum = x.values();
                 const uint64_t bits = checksum64(sum.data(), n * sizeof(double));
-                if (again == 0) first_bits = bits;
+                if (again == 0)
+                    first_bits = bits;
                 CHECK(bits == first_bits);
-                for (uint64_t of_rank : all_gather_values(comm, bits)) CHECK(of_rank == bits);
+                for (uint64_t of_rank : all_gather_values(comm, bits))
+                    CHECK(of_rank == bits);
             }
         }
     });
 }
 
-// The order of streams. The sums are of what the device wrote before fork(), and it reads them after join(). The same
-// happens in a CUDA graph, replayed, with calls outside the graph in between.
+// The order of streams. The sums are of what the device wrote before fork(), and it reads them
+// after join(). The same happens in a CUDA graph, replayed, with calls outside the graph in
+// between.
 TEST(nccl_in_a_graph) {
     on_gpus([](const Cuda& dev, NcclComm& comm) {
         const size_t n = 1 << 20, bytes = n * sizeof(float);
         Floats from(dev, n), x(dev, n), y(dev, n);
         CudaGraph graph;
         for (int step = 0; step < 5; step++) {
-            const Floats values(dev, elements(n, [&](size_t i) { return value(comm.rank + step, i); }));
+            const Floats values(dev,
+                                elements(n, [&](size_t i) { return value(comm.rank + step, i); }));
             copy(dev, from.ptr, values.ptr, bytes);
             dev.sync();
             graph.run(dev, [&] {

@@ -1,5 +1,5 @@
-// Tests of data/ and of what run/ reads and writes: log, checkpoints, tokenizer, loader, questions. They provoke every
-// error and read its one line.
+// Tests of data/ and of what run/ reads and writes: log, checkpoints, tokenizer, loader, questions.
+// They provoke every error and read its one line.
 //
 //   ./dev/test_data            all
 //   ./dev/test_data loader     those with "loader" in their name
@@ -44,14 +44,15 @@ Tokens counting(size_t n, int first = 0) {
 // Bytes without a pattern.
 std::string noise(size_t bytes) {
     std::string data(bytes, '\0');
-    for (size_t i = 0; i < bytes; i++) data[i] = static_cast<char>(i * 2654435761u >> 13);
+    for (size_t i = 0; i < bytes; i++)
+        data[i] = static_cast<char>(i * 2654435761u >> 13);
     return data;
 }
 
-// A good file, its reader, and where its version stands. Whatever is changed in it, the reader names the file and says
-// `what`.
+// A good file, its reader, and where its version stands. Whatever is changed in it, the reader
+// names the file and says `what`.
 struct GoodFile {
-    std::function<void(const std::string&path)> write, read;
+    std::function<void(const std::string& path)> write, read;
     size_t version_at = 4;
     std::string path = folder() + "/file.bin", bytes = (write(path), read_file(path));
 
@@ -74,15 +75,20 @@ struct GoodFile {
 
 TEST(log_json) {
     Row row("train");
-    row.add("step", 3).add("tiny", 1e-300).add("third", 1.0 / 3).add("sum", 0.1 + 0.2).add("nan", std::nan(""));
+    row.add("step", 3)
+        .add("tiny", 1e-300)
+        .add("third", 1.0 / 3)
+        .add("sum", 0.1 + 0.2)
+        .add("nan", std::nan(""));
     row.add("inf", -INFINITY).add("big", 9007199254740993LL).add("yes", true).add("name", "d12");
     CHECK(row.text() ==
           "{\"kind\": \"train\", \"step\": 3, \"tiny\": 1e-300, \"third\": 0.3333333333333333, "
           "\"sum\": 0.30000000000000004, \"nan\": null, \"inf\": null, \"big\": 9007199254740993, "
           "\"yes\": true, \"name\": \"d12\"}");
-    const std::pair<std::string, std::string> cases[] = {{"a\"b\\c\n\t\r", "a\\\"b\\\\c\\n\\t\\u000d"},
-                                                         {std::string("\0\x1f\x7f", 3), "\\u0000\\u001f\\u007f"},
-                                                         {"é€😀\xE2\x82\"z\xFF", "é€😀\\ufffd\\ufffd\\\"z\\ufffd"}};
+    const std::pair<std::string, std::string> cases[] = {
+        {"a\"b\\c\n\t\r", "a\\\"b\\\\c\\n\\t\\u000d"},
+        {std::string("\0\x1f\x7f", 3), "\\u0000\\u001f\\u007f"},
+        {"é€😀\xE2\x82\"z\xFF", "é€😀\\ufffd\\ufffd\\\"z\\ufffd"}};
     for (const auto& [value, json] : cases)
         CHECK(Row("k").add("s", value).text() == "{\"kind\": \"k\", \"s\": \"" + json + "\"}");
 }
@@ -101,7 +107,8 @@ TEST(text_for_a_terminal) {
     CHECK(for_terminal("One day,\n\tshe “ran” 😀") == "One day,\n\tshe “ran” 😀");
     CHECK(for_terminal(std::string("a\0\x1b[2J\r\x7f", 8)) == "a" + bad + bad + "[2J" + bad + bad);
     CHECK(for_terminal("\xC2\x9B\x32J\xC2\xA0") == bad + "2J\xC2\xA0");  // U+009B is ESC [ too
-    for (const std::string text : {"“ran” é😀", "\xF0\x9F\xE2\x82z\x80\xC2", "\x80\xED\xA0\x80\xE2\x82\xFF"}) {
+    for (const std::string text :
+         {"“ran” é😀", "\xF0\x9F\xE2\x82z\x80\xC2", "\x80\xED\xA0\x80\xE2\x82\xFF"}) {
         std::string rest, shown;  // byte by byte
         for (const char byte : text) {
             shown += take_for_terminal(rest += byte);
@@ -148,8 +155,7 @@ TEST(log_truncate) {
 // program never writes.
 TEST(log_rows_that_are_no_json_are_dropped) {
     const std::string path = folder() + "/log.jsonl", first = Row("train").add("step", 1).text();
-    const Strings good = {"{}",
-                          " {\"a\" : [1, -0.5e+3, 0, 1E-9 , {\"b\": []}] , \"c\":null}\r",
+    const Strings good = {"{}", " {\"a\" : [1, -0.5e+3, 0, 1E-9 , {\"b\": []}] , \"c\":null}\r",
                           "{\"kind\": \"é\\u00e9\\n\\\\\", \"x\": true, \"y\": false}"};
     for (const std::string& row : good) {
         write_file(path, row + "\n" + first + "\n");
@@ -202,7 +208,8 @@ TEST(cpu_quotas) {
     write_file(groups + "/slice/cpu.max", "max 100000\n");
     CHECK(cpu_quota(groups, "/slice/job") == 0);
     write_file(groups + "/slice/job/cpu.max", "250000 100000\n");
-    CHECK(cpu_quota(groups, "/slice/job") == 3 && cpu_quota(groups, "/slice") == 0 && cpu_quota(groups, "/") == 0);
+    CHECK(cpu_quota(groups, "/slice/job") == 3 && cpu_quota(groups, "/slice") == 0 &&
+          cpu_quota(groups, "/") == 0);
     write_file(groups + "/slice/cpu.max", "10000 50000\n");
     CHECK(cpu_quota(groups, "/slice/job") == 1 && cpu_quota(groups, "/slice/other") == 1);
     write_file(groups + "/cpu.max", "200000 100000\n");
@@ -215,7 +222,10 @@ TEST(threads_of_the_cpu) {
     const std::string text = folder() + "/text";
     write_file(text, std::string(1000, 'x'));
     for (const char* one : {"OMP_NUM_THREADS=1 ", "OMP_THREAD_LIMIT=1 ", "taskset -c 0 "})
-        CHECK(contains(shell("unset OMP_NUM_THREADS OMP_THREAD_LIMIT; env " + std::string(one) + train + text).out, "CPU, 1 thread,"));
+        CHECK(contains(
+            shell("unset OMP_NUM_THREADS OMP_THREAD_LIMIT; env " + std::string(one) + train + text)
+                .out,
+            "CPU, 1 thread,"));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -225,27 +235,34 @@ TEST(threads_of_the_cpu) {
 TEST(checksum) {
     const std::string data = noise(1000);
     uint64_t all = 0;  // of all lengths up to 100, at odd addresses too
-    for (size_t n = 0; n <= 100; n++) all = checksum64(&data[n], n, all);
+    for (size_t n = 0; n <= 100; n++)
+        all = checksum64(&data[n], n, all);
     CHECK(all == 0xdd0847526e6d1e41u);
     CHECK(checksum64(data.data(), 1000, 5) == 0xe645477def5dce9du);
     Checksum64 in_pieces(1000, 5);
-    for (size_t at = 0; at < 1000; at += 96) in_pieces.add(&data[at], std::min<size_t>(96, 1000 - at));
+    for (size_t at = 0; at < 1000; at += 96)
+        in_pieces.add(&data[at], std::min<size_t>(96, 1000 - at));
     CHECK(in_pieces.value() == 0xe645477def5dce9du);
 }
 
 // dev/test_faults has what a crash or a full disk leaves at every point.
 TEST(atomic_file) {
     const std::string here = folder(), path = here + "/out.bin";
-    write_file(temporary_of(path), std::string(4 << 20, 'x'));  // from a process with the same number
-    const std::string large = noise(3 << 20);                   // is written in pieces
-    write_whole_file(path, {{"small", 5}, {large.data(), large.size()}, {"", 0}, {"0123456789", 10}});
-    CHECK(read_file(path) == "small" + large + "0123456789" && shell("ls " + here).out == "out.bin\n");
+    // from a process with the same number
+    write_file(temporary_of(path), std::string(4 << 20, 'x'));
+    const std::string large = noise(3 << 20);  // is written in pieces
+    write_whole_file(path,
+                     {{"small", 5}, {large.data(), large.size()}, {"", 0}, {"0123456789", 10}});
+    CHECK(read_file(path) == "small" + large + "0123456789" &&
+          shell("ls " + here).out == "out.bin\n");
     const mode_t mask = umask(022);
     write_whole_file(path, {{"new", 3}});
     umask(mask);
-    CHECK(read_file(path) == "new" && static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
+    // others may read it
+    CHECK(read_file(path) == "new" && static_cast<int>(fs::status(path).permissions()) == 0644);
     fs::create_directory(here + "/taken");
-    CHECK_ERROR(write_whole_file(here + "/taken", {}), here + "/taken: cannot open: Is a directory");
+    CHECK_ERROR(write_whole_file(here + "/taken", {}),
+                here + "/taken: cannot open: Is a directory");
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -262,7 +279,8 @@ TEST(model_round_trip) {
         std::string back(parameters.size(), 'x');
         write_model(path, h, parameters.data());
         const int version = h.dtype == DType::f32 ? 3 : 5;
-        CHECK(read_file(path) == header_of({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
+        CHECK(read_file(path) ==
+              header_of({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
         const ModelHeader got = read_model_header(path);
         CHECK(!std::memcmp(&got, &h, sizeof h));
         InputFile(path).read(kHeaderBytes, back.data(), got.bytes());
@@ -281,25 +299,33 @@ static GoodFile good_model() {
 
 TEST(model_errors) {
     const GoodFile file = good_model();
-    file.poke(0, 20240520, "wrong magic at offset 0: expected 20240326, found 20240520; give a model");
-    file.poke(4, 5, "too long: expected 6848 bytes (bf16, L=2 NH=2 C=8 V=50), found 12672");  // fp32 data
+    file.poke(0, 20240520,
+              "wrong magic at offset 0: expected 20240326, found 20240520; give a model");
+    // fp32 data
+    file.poke(4, 5, "too long: expected 6848 bytes (bf16, L=2 NH=2 C=8 V=50), found 12672");
     int offset = 8;
-    for (const char* field : {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"}) {
+    for (const char* field :
+         {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"}) {
         for (const int bad : {0, -1, INT_MIN, INT_MAX})
-            file.poke(offset, bad, format("damaged header: %s at offset %d: expected ", field, offset));
+            file.poke(offset, bad,
+                      format("damaged header: %s at offset %d: expected ", field, offset));
         offset += 4;
     }
-    file.poke(20, 3, "damaged header: channels at offset 24: expected a multiple of 3 heads, found 8");
-    file.poke(28, 49, "damaged header: padded vocabulary at offset 28: expected 50..16777216, found 49");
+    file.poke(20, 3,
+              "damaged header: channels at offset 24: expected a multiple of 3 heads, found 8");
+    file.poke(28, 49,
+              "damaged header: padded vocabulary at offset 28: expected 50..16777216, found 49");
     file.poke(16, 3, "truncated: expected 16160 bytes (fp32, L=3 NH=2 C=8 V=50), found 12672");
 }
 
 static const std::string kOptimizer = noise(240);
 static const Counters kCounters = {1234, 77, {3, 14, 15}};
-static const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}}, {{"-l", "0.1"}}};
+static const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}},
+                              {{"-l", "0.1"}}};
 
 // Reads the optimizer in two pieces, as a resumed run may.
-static std::unique_ptr<StateFile> read_state(const std::string& path, const Identity& run, std::string& optimizer) {
+static std::unique_ptr<StateFile> read_state(const std::string& path, const Identity& run,
+                                             std::string& optimizer) {
     auto file = std::make_unique<StateFile>(path, run, optimizer.size());
     StateFile& state = *file;
     for (const size_t at : {size_t(0), size_t(64)}) {
@@ -318,7 +344,8 @@ static GoodFile good_state() {
             [](const std::string& path) {
                 std::string optimizer(kOptimizer.size(), 'x');
                 const auto read = read_state(path, kRun, optimizer);
-                if (optimizer != kOptimizer || std::memcmp(&read->counters, &kCounters, sizeof kCounters))
+                if (optimizer != kOptimizer ||
+                    std::memcmp(&read->counters, &kCounters, sizeof kCounters))
                     throw Error("read something else");
             },
             29};
@@ -327,9 +354,11 @@ static GoodFile good_state() {
 TEST(state_errors) {
     const GoodFile file = good_state();
     const std::string path = file.path;
-    CHECK(file.bytes.find("gpt2 training state, version 2\nidentity model: d12\nidentity B: 4\n") == 0);
+    CHECK(file.bytes.find("gpt2 training state, version 2\nidentity model: d12\nidentity B: 4\n") ==
+          0);
     file.poke(0, std::pair{20240326, 3}, "wrong magic at offset 0: expected ");
-    file.poke(0, std::pair{uint64_t(0x7461747332747067), 1}, "wrong version at offset 8: expected 2, found 1");
+    file.poke(0, std::pair{uint64_t(0x7461747332747067), 1},
+              "wrong version at offset 8: expected 2, found 1");
     file.poke(29, '3', "wrong version at offset 29: expected 2, found 3");
     file.poke(file.bytes.size() - 1, 'x', "damaged: expected ");
     file.poke(file.bytes.find("window: 14") + 8, '2', "damaged: expected ");
@@ -338,13 +367,16 @@ TEST(state_errors) {
     const auto refused = [&](const Identity& run, size_t bytes, const std::string& what) {
         std::string optimizer(bytes, '?');
         CHECK_ERROR(read_state(path, run, optimizer), what);
-        CHECK(bytes == 240 || optimizer == std::string(bytes, '?'));  // nothing is read that does not fit
+        // nothing is read that does not fit
+        CHECK(bytes == 240 || optimizer == std::string(bytes, '?'));
     };
     const Fields& fields = kRun.fields;
     refused({{fields[0], fields[1], fields[2], fields[3], {"T", "64"}}}, 240,
             "T: the checkpoint has \"nothing\", this run has \"64\"");
-    refused({{fields[1], fields[2], fields[3]}}, 240, "model: the checkpoint has \"d12\", this run has \"nothing\"");
-    refused({{fields[0], {"B", "8"}, fields[2], fields[3]}}, 240, "B: the checkpoint has \"4\", this run has \"8\"");
+    refused({{fields[1], fields[2], fields[3]}}, 240,
+            "model: the checkpoint has \"d12\", this run has \"nothing\"");
+    refused({{fields[0], {"B", "8"}, fields[2], fields[3]}}, 240,
+            "B: the checkpoint has \"4\", this run has \"8\"");
     refused(kRun, 236, "expected 236 bytes, found 240");
 
     // A field that is newer than the state.
@@ -375,33 +407,41 @@ TEST(a_directory_that_cannot_be_listed) {
 TEST(tokenizer_bytes) {
     // GPT-2's encoder.json has the printable bytes in order, then each other byte as it comes.
     std::string text;
-    for (const auto& [first, last] :
-         {std::pair<int, int>{'!', '~'}, {0xA1, 0xAC}, {0xAE, 0xFF}, {0, ' '}, {0x7F, 0xA0}, {0xAD, 0xAD}})
-        for (int byte = first; byte <= last; byte++) text += static_cast<char>(byte);
+    for (const auto& [first, last] : {std::pair<int, int>{'!', '~'},
+                                      {0xA1, 0xAC},
+                                      {0xAE, 0xFF},
+                                      {0, ' '},
+                                      {0x7F, 0xA0},
+                                      {0xAD, 0xAD}})
+        for (int byte = first; byte <= last; byte++)
+            text += static_cast<char>(byte);
     std::string back;
     CHECK(encode_bytes(text) == counting(256));
     const Tokenizer tokenizer;
-    for (const int token : counting(256)) back += tokenizer.decode(token);
+    for (const int token : counting(256))
+        back += tokenizer.decode(token);
     CHECK(back == text);
-    for (const int none : {-1, 256, 1234}) CHECK(tokenizer.decode(none) == format("<%d>", none));
+    for (const int none : {-1, 256, 1234})
+        CHECK(tokenizer.decode(none) == format("<%d>", none));
     CHECK(tokenizer.decode(50256) == "<|endoftext|>");
 }
 
 static std::string tokenizer_file(int version, const Strings& pieces) {
     const int count = static_cast<int>(pieces.size());
     std::string bytes = header_of({20240328, version, count, version == 2 ? count - 1 : 0});
-    for (const std::string& piece : pieces) bytes += static_cast<char>(piece.size()) + piece;
+    for (const std::string& piece : pieces)
+        bytes += static_cast<char>(piece.size()) + piece;
     return bytes;
 }
 
 static GoodFile good_tokenizer() {
-    return {[](const std::string& path) {
-                write_file(path, tokenizer_file(2, {"a", "bc", "def"}));
-            },
-            [](const std::string& path) {
-                const Tokenizer tokenizer(path);
-                for (int i = -1; i < 300; i++) tokenizer.decode(i);
-            }};
+    return {
+        [](const std::string& path) { write_file(path, tokenizer_file(2, {"a", "bc", "def"})); },
+        [](const std::string& path) {
+            const Tokenizer tokenizer(path);
+            for (int i = -1; i < 300; i++)
+                tokenizer.decode(i);
+        }};
 }
 
 TEST(tokenizer_files) {
@@ -411,11 +451,14 @@ TEST(tokenizer_files) {
     for (const int version : {1, 2}) {
         write_file(path, tokenizer_file(version, pieces));
         const Tokenizer tokenizer(path);
-        for (size_t i = 0; i < pieces.size(); i++) CHECK(tokenizer.decode(i) == pieces[i]);
-        for (const int none : {300, 50256, -1}) CHECK(tokenizer.decode(none) == format("<%d>", none));
+        for (size_t i = 0; i < pieces.size(); i++)
+            CHECK(tokenizer.decode(i) == pieces[i]);
+        for (const int none : {300, 50256, -1})
+            CHECK(tokenizer.decode(none) == format("<%d>", none));
     }
     const GoodFile file = good_tokenizer();
-    for (const int count : {0, 10, -1}) file.poke(8, count, "number of tokens at offset 8: expected 1..9 (");
+    for (const int count : {0, 10, -1})
+        file.poke(8, count, "number of tokens at offset 8: expected 1..9 (");
     file.poke(8, 4, "truncated in token 3 of 4 at offset 1033: expected 1 bytes, found 0");
     file.poke(12, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
 
@@ -428,7 +471,8 @@ TEST(tokenizer_files) {
     CHECK_ERROR(Tokenizer(path).decode(0), path + ": number of tokens at offset 8");
 }
 
-// All single bytes and then these tokens, as GPT-2 numbers them. A token's id is the rank of the merge that makes it.
+// All single bytes and then these tokens, as GPT-2 numbers them. A token's id is the rank of the
+// merge that makes it.
 static std::string write_pairs(const Strings& merges) {
     Strings pieces(256);
     for (int byte = 0; byte < 256; byte++) {
@@ -444,9 +488,9 @@ static std::string write_pairs(const Strings& merges) {
 
 // dev/test/test_prepare.py compares with tiktoken.
 TEST(tokenizer_encodes_pairs) {
-    const std::string path =
-        write_pairs({"bc", "ab", "cd", "abcd", "aa",  "n'",   "'t", "'tt", "re", "'re",  " a", "a1",  "1a",
-                     "11", "!!", "a!", "  ",   " \n", "\n\n", "é",  "<|",  "|>", "aare", "ef", "efg", ""});
+    const std::string path = write_pairs(
+        {"bc", "ab", "cd", "abcd", "aa",  "n'",   "'t", "'tt", "re", "'re",  " a", "a1",  "1a",
+         "11", "!!", "a!", "  ",   " \n", "\n\n", "é",  "<|",  "|>", "aare", "ef", "efg", ""});
     const Tokenizer tokenizer(path);
     const Strings cases[] = {
         {"abc", "|a|bc"},       // the merge that was learnt first, not the first in the text
@@ -463,19 +507,27 @@ TEST(tokenizer_encodes_pairs) {
     };
     for (const Strings& c : cases) {
         std::string tokens;
-        for (const int token : tokenizer.encode(c[0], 50257, "")) tokens += "|" + tokenizer.decode(token);
-        if (tokens != c[1]) test::report(__FILE__, __LINE__, c[1] + " expected, found " + tokens);
-        for (const int vocab : {kByteVocab, 50256}) CHECK(tokenizer.encode(c[0], vocab, "") == encode_bytes(c[0]));
+        for (const int token : tokenizer.encode(c[0], 50257, ""))
+            tokens += "|" + tokenizer.decode(token);
+        if (tokens != c[1])
+            test::report(__FILE__, __LINE__, c[1] + " expected, found " + tokens);
+        for (const int vocab : {kByteVocab, 50256})
+            CHECK(tokenizer.encode(c[0], vocab, "") == encode_bytes(c[0]));
     }
     for (const char c : {'a', '\n'})  // in square time this would take minutes
         CHECK(tokenizer.encode(std::string(400000, c), 50257, "").size() == 200000);
-    // These are not UTF-8: a lone continuation, overlong, cut, surrogate, past U+10FFFF, never a lead byte.
-    for (const char* bad : {"\x80", "\xC1\xBF", "\xC3!", "\xE0\x9F\xBF", "\xE2\x82", "\xED\xA0\x80", "\xF0\x8F\xBF\xBF",
-                            "\xF0\x9F\x99", "\xF4\x90\x80\x80", "\xF8\x88\x80\x80\x80", "\xFF"})
-        CHECK_ERROR(tokenizer.encode("é " + std::string(bad), 50257, "book.txt"),
-                    format("book.txt: invalid UTF-8 at offset 3: found byte 0x%02x; convert it to UTF-8", *bad & 0xFF));
+    // These are not UTF-8: a lone continuation, overlong, cut, surrogate, past U+10FFFF, never a
+    // lead byte.
+    for (const char* bad :
+         {"\x80", "\xC1\xBF", "\xC3!", "\xE0\x9F\xBF", "\xE2\x82", "\xED\xA0\x80",
+          "\xF0\x8F\xBF\xBF", "\xF0\x9F\x99", "\xF4\x90\x80\x80", "\xF8\x88\x80\x80\x80", "\xFF"})
+        CHECK_ERROR(
+            tokenizer.encode("é " + std::string(bad), 50257, "book.txt"),
+            format("book.txt: invalid UTF-8 at offset 3: found byte 0x%02x; convert it to UTF-8",
+                   *bad & 0xFF));
     write_file(path, tokenizer_file(2, {"a", "bc", ""}));
-    CHECK_ERROR(Tokenizer(path).encode("a b", 50257, ""), path + ": no token for byte 0x20; give GPT-2's");
+    CHECK_ERROR(Tokenizer(path).encode("a b", 50257, ""),
+                path + ": no token for byte 0x20; give GPT-2's");
     write_file(path, tokenizer_file(2, Strings(50258, "a")));
     CHECK_ERROR(Tokenizer(path).encode("a", 50257, ""),
                 path + ": 50258 tokens, but the model's vocabulary is 50257; give");
@@ -536,16 +588,23 @@ TEST(choices) {
     const std::string path = file.path;
     const std::vector<Choice> read = read_choices(path, 257, 64);
     CHECK(read.size() == 2 &&
-          file.bytes.compare(0, 1024, header_of({20240522, 1, 2, 40})) == 0);  // the longest has 40 bytes
+          // the longest has 40 bytes
+          file.bytes.compare(0, 1024, header_of({20240522, 1, 2, 40})) == 0);
     for (size_t i = 0; i < read.size(); i++) {
-        const auto parts = [](const Choice& c) { return std::tie(c.index, c.label, c.context, c.endings); };
+        const auto parts = [](const Choice& c) {
+            return std::tie(c.index, c.label, c.context, c.endings);
+        };
         CHECK(parts(read[i]) == parts(kChoices[i]));
     }
-    CHECK_ERROR(read_choices(path, 256, 64), path + ": token at offset 1076: expected 0..255, found 256");
-    CHECK_ERROR(read_choices(path, 257, 4), "length of an example at offset 1060: expected at most T = 4 tokens");
+    CHECK_ERROR(read_choices(path, 256, 64),
+                path + ": token at offset 1076: expected 0..255, found 256");
+    CHECK_ERROR(read_choices(path, 257, 4),
+                "length of an example at offset 1060: expected at most T = 4 tokens");
     CHECK(read_choices(path, 257, 5).size() == 2);  // the last token is only predicted
-    file.poke(1030, '\4', "number of endings at offset 1032: expected 5..64, found 4");  // its label is the fifth
-    file.poke(1024, '\xBF', "start of an example at offset 1024: expected 65535..65535, found 65471");
+    // its label is the fifth
+    file.poke(1030, '\4', "number of endings at offset 1032: expected 5..64, found 4");
+    file.poke(1024, '\xBF',
+              "start of an example at offset 1024: expected 65535..65535, found 65471");
     file.poke(1032, '\x44', "number of endings at offset 1032: expected 2..64, found 68");
     for (const char* more : {"x", "xx"})
         file.check(file.bytes + more, format("too long: expected %zu bytes", file.bytes.size()));
@@ -566,15 +625,16 @@ namespace {
 
 struct TestLoader : Loader {
     size_t B, T;
-    TestLoader(const Source& source, int B, int T, int vocab = 50257, bool shuffle = false, uint64_t seed = 0,
-               const Tokenizer& tokenizer = {})
+    TestLoader(const Source& source, int B, int T, int vocab = 50257, bool shuffle = false,
+               uint64_t seed = 0, const Tokenizer& tokenizer = {})
         : Loader(source, B, T, vocab, shuffle, seed, tokenizer), B(B), T(T) {}
     // The next B windows of T + 1 tokens. The targets are the inputs shifted by one.
     std::vector<Tokens> batch() {
         Tokens inputs(B * T, -7), targets(B * T, -7);
         next(inputs.data(), targets.data());
         std::vector<Tokens> windows;
-        for (auto in = inputs.begin(), out = targets.begin(); in != inputs.end(); in += T, out += T) {
+        for (auto in = inputs.begin(), out = targets.begin(); in != inputs.end();
+             in += T, out += T) {
             CHECK(std::equal(in + 1, in + T, out));
             windows.emplace_back(in, in + T);
             windows.back().push_back(out[T - 1]);
@@ -586,23 +646,27 @@ bool operator==(const LoaderState& a, const LoaderState& b) {
     return a.epoch == b.epoch && a.window == b.window && a.batches == b.batches;
 }
 
-// Shards of 41, 8, 23, 4 and 60 tokens, all different. With T = 4 they have 10 + 1 + 5 + 0 + 14 = 30 windows.
-const std::vector<Tokens> kShards = {counting(41), counting(8, 1000), counting(23, 2000), counting(4, 3000),
-                                     counting(60, 4000)};
+// Shards of 41, 8, 23, 4 and 60 tokens, all different. With T = 4 they have 10 + 1 + 5 + 0 + 14 =
+// 30 windows.
+const std::vector<Tokens> kShards = {counting(41), counting(8, 1000), counting(23, 2000),
+                                     counting(4, 3000), counting(60, 4000)};
 std::string write_shards(const std::vector<Tokens>& shards) {
     const std::string path = folder();
-    for (size_t i = 0; i < shards.size(); i++) write_shard(path + format("/train_%04zu.bin", i), shards[i]);
+    for (size_t i = 0; i < shards.size(); i++)
+        write_shard(path + format("/train_%04zu.bin", i), shards[i]);
     return path + "/train_*.bin";
 }
 
 }  // namespace
 
-// Whatever the data, an epoch has each window once, with shuffle in an order of its own. Three epochs may end inside
-// batches. Reading, restoring and skipping (as ranks do the batches of others) come to the same at every point.
+// Whatever the data, an epoch has each window once, with shuffle in an order of its own. Three
+// epochs may end inside batches. Reading, restoring and skipping (as ranks do the batches of
+// others) come to the same at every point.
 TEST(loader_reads_each_window_from_any_point) {
     const std::string text = folder() + "/text", book = folder() + "/book.txt";
     std::string bytes("naïve €5 – 😀\n\r\t\x7F\xFF\xC3");
-    for (int i = 1; i < 256; i++) bytes += static_cast<char>(i);
+    for (int i = 1; i < 256; i++)
+        bytes += static_cast<char>(i);
     write_file(text, bytes);
     write_file(book, "It rained. It rained on.\n\nIt");
     const Tokenizer none, pairs(write_pairs({"It", " r", "ai", " rai", "ne"}));
@@ -616,7 +680,8 @@ TEST(loader_reads_each_window_from_any_point) {
         std::vector<Tokens> shards;
     } cases[] = {
         {write_shards(kShards),
-         "5 shards, 136 tokens; left out: 8 at the shards' ends, 4 in shards shorter than 5: ", 50257, kShards},
+         "5 shards, 136 tokens; left out: 8 at the shards' ends, 4 in shards shorter than 5: ",
+         50257, kShards},
         {write_shards({documents}), "1 shard, 9 tokens", 50257, {documents}},
         {write_shards({documents}), "1 shard, 9 tokens", kByteVocab, {documents}},
         {text, "text file, 282 tokens", kByteVocab, {in_bytes}},
@@ -626,10 +691,13 @@ TEST(loader_reads_each_window_from_any_point) {
         for (const bool shuffle : {false, true}) {
             std::vector<Tokens> windows;
             for (Tokens shard : c.shards) {
-                if (c.vocab == kByteVocab) std::replace(shard.begin(), shard.end(), 50256, 256);
-                for (size_t at = 0; at + 4 < shard.size(); at += 4) windows.emplace_back(&shard[at], &shard[at] + 5);
+                if (c.vocab == kByteVocab)
+                    std::replace(shard.begin(), shard.end(), 50256, 256);
+                for (size_t at = 0; at + 4 < shard.size(); at += 4)
+                    windows.emplace_back(&shard[at], &shard[at] + 5);
             }
-            const size_t n = windows.size(), B = std::min<size_t>(n, 4), batches = (3 * n + B - 1) / B;
+            const size_t n = windows.size(), B = std::min<size_t>(n, 4),
+                         batches = (3 * n + B - 1) / B;
             const Tokenizer& tokenizer = c.pattern == book ? pairs : none;
             TestLoader loader(c.pattern, B, 4, c.vocab, shuffle, 3, tokenizer);
             CHECK(loader.windows() == n);
@@ -641,10 +709,12 @@ TEST(loader_reads_each_window_from_any_point) {
                 stream.push_back(loader.batch());
                 read.insert(read.end(), stream.back().begin(), stream.back().end());
             }
-            if (shuffle) std::sort(windows.begin(), windows.end());
+            if (shuffle)
+                std::sort(windows.begin(), windows.end());
             for (size_t epoch = 0; epoch < 3; epoch++) {
                 std::vector<Tokens> order(&read[epoch * n], &read[epoch * n] + n);
-                if (shuffle) std::sort(order.begin(), order.end());
+                if (shuffle)
+                    std::sort(order.begin(), order.end());
                 CHECK(order == windows);
             }
             for (size_t i = 0; i < batches; i++) {
@@ -660,19 +730,23 @@ TEST(loader_reads_each_window_from_any_point) {
             }
             loader.reset();
             CHECK(loader.batch() == stream[0]);
-            CHECK_ERROR(loader.restore({0, n, 0}), format("cannot go on at window %zu: an epoch has %zu", n, n));
+            CHECK_ERROR(loader.restore({0, n, 0}),
+                        format("cannot go on at window %zu: an epoch has %zu", n, n));
         }
 }
 
-// Checkpoints hold a position in the order, so that it can never change. When it was chosen, the orders of seeds, epochs
-// and shards differed as random ones do, and all windows came first about equally often.
+// Checkpoints hold a position in the order, so that it can never change. When it was chosen, the
+// orders of seeds, epochs and shards differed as random ones do, and all windows came first about
+// equally often.
 TEST(loader_shuffle) {
     uint64_t orders = 0;
-    for (const std::vector<Tokens>& shards : {kShards, {counting(101), counting(101, 1000)}, {counting(4001)}})
+    for (const std::vector<Tokens>& shards :
+         {kShards, {counting(101), counting(101, 1000)}, {counting(4001)}})
         for (int seed = 0; seed < 9; seed++) {
             TestLoader loader(write_shards(shards), 10, 4, 50257, true, seed);
             for (int i = 0; i < 300; i++)
-                for (const Tokens& window : loader.batch()) orders = checksum64(&window[0], sizeof(int), orders);
+                for (const Tokens& window : loader.batch())
+                    orders = checksum64(&window[0], sizeof(int), orders);
         }
     CHECK(orders == 0xfbee78cd2c2c5c8du);
 }
@@ -681,35 +755,48 @@ static GoodFile good_shard() {
     return {[](const std::string& path) { write_shard(path, counting(17)); },
             [](const std::string& path) {
                 TestLoader loader(path, 2, 4);
-                for (int i = 0; i < 20; i++) loader.batch();
+                for (int i = 0; i < 20; i++)
+                    loader.batch();
             }};
 }
 
 TEST(loader_errors) {
     const GoodFile file = good_shard();
     const std::string path = file.path, here = fs::path(path).parent_path();
-    file.poke(0, 20240326, "wrong magic at offset 0: expected 20240520, found 20240326; this is a model checkpoint");
-    file.poke(8, -1, "damaged header: number of tokens at offset 8: expected 0..2147483647, found -1");
-    file.poke(8, INT_MAX, "truncated: the header says 2147483647 tokens, expected 4294968318 bytes, found 1058");
-    file.check(file.bytes.substr(0, 1023), "truncated: expected a header of 1024 bytes, found a file of 1023");
+    file.poke(
+        0, 20240326,
+        "wrong magic at offset 0: expected 20240520, found 20240326; this is a model checkpoint");
+    file.poke(8, -1,
+              "damaged header: number of tokens at offset 8: expected 0..2147483647, found -1");
+    file.poke(
+        8, INT_MAX,
+        "truncated: the header says 2147483647 tokens, expected 4294968318 bytes, found 1058");
+    file.check(file.bytes.substr(0, 1023),
+               "truncated: expected a header of 1024 bytes, found a file of 1023");
     file.poke(8, 16, "too long: the header says 16 tokens, expected 1056 bytes, found 1058");
 
     const std::string text = here + "/b.txt", exact = here + "/exact.md", name = here + "/x[1].bin",
                       small = write_shards(std::vector<Tokens>(10, counting(4)));
-    for (const std::string& shard : {path, name}) write_file(shard, file.bytes);
+    for (const std::string& shard : {path, name})
+        write_file(shard, file.bytes);
     write_file(text, "this is text, long enough for a batch or two");
     write_file(exact, "abcdefgh");  // 9 tokens with <|endoftext|>
-    for (const size_t n : {0, 4, 8, 9}) write_shard(here + format("/%zu", n), counting(n));
-    for (const std::string& enough : {path, text, exact, here + "/9", here + "/8", name}) TestLoader(enough, 2, 4);
+    for (const size_t n : {0, 4, 8, 9})
+        write_shard(here + format("/%zu", n), counting(n));
+    for (const std::string& enough : {path, text, exact, here + "/9", here + "/8", name})
+        TestLoader(enough, 2, 4);
     const std::pair<std::string, std::string> unusable[] = {
         {here + "/missing_*.bin", ": no such file, and no file matches it"},
         {"", ": no such file"},
         {here, ": is a directory"},
         {here + "/4", ": too little data: 4 tokens in 1 file, none with the 5 of a sequence"},
         {small, ": too little data: 40 tokens in 10 files"}};  // no shard has a whole window
-    for (const auto& [pattern, why] : unusable) CHECK_ERROR(TestLoader(pattern, 2, 4), pattern + why);
-    CHECK_ERROR(TestLoader(here + "/[bf]*", 2, 4), text + ": wrong magic at offset 0: expected 20240520, found ");
-    CHECK_ERROR(TestLoader(text, 2, 4, 50256), text + ": text needs a vocabulary of 257 (bytes) or at least 50257");
+    for (const auto& [pattern, why] : unusable)
+        CHECK_ERROR(TestLoader(pattern, 2, 4), pattern + why);
+    CHECK_ERROR(TestLoader(here + "/[bf]*", 2, 4),
+                text + ": wrong magic at offset 0: expected 20240520, found ");
+    CHECK_ERROR(TestLoader(text, 2, 4, 50256),
+                text + ": text needs a vocabulary of 257 (bytes) or at least 50257");
 
     for (const auto& [vocab, limit, token] :
          {std::tuple{kByteVocab, 256, 256}, {50304, 50304, 65535}, {50256, 50256, 50256}}) {
@@ -720,7 +807,9 @@ TEST(loader_errors) {
         loader.batch();
         CHECK_ERROR(
             loader.batch(),
-            path + format(": token at offset 1044: expected less than the vocabulary of %d, found %d", limit, token));
+            path +
+                format(": token at offset 1044: expected less than the vocabulary of %d, found %d",
+                       limit, token));
     }
     // An empty shard has no window.
     CHECK(TestLoader(write_shards({{}, counting(9), {}}), 1, 4).windows() == 2);
@@ -733,18 +822,22 @@ TEST(loader_errors) {
 // Tokens in memory are the same data as a shard of them.
 TEST(loader_reads_from_memory) {
     std::vector<uint16_t> tokens(41);
-    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = i % 10 ? i : kEndOfText;
+    for (size_t i = 0; i < tokens.size(); i++)
+        tokens[i] = i % 10 ? i : kEndOfText;
     const std::string path = folder() + "/shard.bin";
     write_file(path, header_of({20240520, 1, 41}) + bytes_of(tokens));
     for (const int vocab : {kByteVocab, 50304}) {
-        TestLoader memory({"my tokens", tokens}, 3, 4, vocab, true, 7), shard(path, 3, 4, vocab, true, 7);
+        TestLoader memory({"my tokens", tokens}, 3, 4, vocab, true, 7),
+            shard(path, 3, 4, vocab, true, 7);
         CHECK(memory.windows() == 10 && memory.description() == "my tokens, 41 tokens");
-        for (int i = 0; i < 7; i++) CHECK(memory.batch() == shard.batch());
+        for (int i = 0; i < 7; i++)
+            CHECK(memory.batch() == shard.batch());
         CHECK(memory.state() == shard.state());
     }
     const uint64_t before = TestLoader({"my tokens", tokens}, 1, 4).identity();
     CHECK(TestLoader({"elsewhere", tokens}, 2, 3).identity() == before);
-    CHECK_ERROR(TestLoader({"my tokens", tokens}, 1, 4, 256), "my tokens: text needs a vocabulary of 257");
+    CHECK_ERROR(TestLoader({"my tokens", tokens}, 1, 4, 256),
+                "my tokens: text needs a vocabulary of 257");
     CHECK_ERROR(TestLoader({"my tokens", tokens}, 1, 41), "my tokens: too little data: 41 tokens");
     tokens[40]++;
     CHECK(TestLoader({"my tokens", tokens}, 1, 4).identity() != before);
@@ -757,8 +850,10 @@ TEST(loader_many_shards) {
     const rlimit few = {40, before.rlim_max};  // open files
     setrlimit(RLIMIT_NOFILE, &few);
     TestLoader loader(pattern, 8, 2, 50257, true);
-    for (int i = 0; i < 25; i++) loader.batch();
-    CHECK(loader.description() == "100 shards, 500 tokens" && (loader.state() == LoaderState{1, 0, 25}));
+    for (int i = 0; i < 25; i++)
+        loader.batch();
+    CHECK(loader.description() == "100 shards, 500 tokens" &&
+          (loader.state() == LoaderState{1, 0, 25}));
     setrlimit(RLIMIT_NOFILE, &before);
 }
 
@@ -788,34 +883,40 @@ TEST(documents_of_a_text) {
          {"a\xEF\xBB\xBF"}},
         {"a\r\nb\r\n" + end + "\r\nc\r\n", {"a\r\nb", "c\r\n"}},
         {"a\n\n" + end + "\n\nb", {"a\n", "\nb"}},
-        {end + "\n" + end + "a" + end + end + "b\r" + end + "\rc\n" + end + "\n", {"a", "b\r", "\rc"}},
+        {end + "\n" + end + "a" + end + end + "b\r" + end + "\rc\n" + end + "\n",
+         {"a", "b\r", "\rc"}},
         {" \n\t" + end + "\xE2\x80\x83\x1C\x1F" + end + "x", {"x"}},
         {"<|endoftext" + end + "|>", {"<|endoftext", "|>"}},
         {"", {}}};
-    for (const auto& [text, expected] : cases) CHECK(documents(text) == expected);
+    for (const auto& [text, expected] : cases)
+        CHECK(documents(text) == expected);
     const std::string path = folder() + "/docs.txt";
     write_file(path, "ab\n" + end + "\ncd");
-    CHECK((TestLoader(path, 1, 5, kByteVocab).batch() == std::vector<Tokens>{{256, 64, 65, 256, 66, 67}}));
-    CHECK((Tokenizer().encode_prompt("a\n" + end + "b" + end, 50257, "") == Tokens{64, 198, 50256, 65, 50256}));
+    CHECK((TestLoader(path, 1, 5, kByteVocab).batch() ==
+           std::vector<Tokens>{{256, 64, 65, 256, 66, 67}}));
+    CHECK((Tokenizer().encode_prompt("a\n" + end + "b" + end, 50257, "") ==
+           Tokens{64, 198, 50256, 65, 50256}));
     CHECK((Tokenizer().encode_prompt(end + "a", kByteVocab, "") == Tokens{256, 64}));
     const Tokenizer pairs(write_pairs({"ab"}));
     CHECK((pairs.encode_prompt("ab" + end, 50257, "") == Tokens{256, 50256}));
     write_file(path, "a" + end + "b\xFF");
-    CHECK_ERROR(TestLoader(path, 1, 1, 50257, false, 0, pairs), path + ": invalid UTF-8 at offset 15");
-    for (const auto& [bytes, what] : {std::pair<std::string, const char*>{"\x93NUMPY and more", "NumPy"},
-                                      {std::string("\x08\0\0\0\0\0\0\0{}", 10), "safetensors"},
-                                      {"\x1F\x8B\x08", "gzip"},
-                                      {"BZh91AY&SY", "bzip2"},
-                                      {std::string("\xFD\x37zXZ\0\0", 7), "xz"},
-                                      {"\x28\xB5\x2F\xFD\x04", "zstd"},
-                                      {"PK\x03\x04\x14", "zip"},
-                                      {"PAR1\x15", "Parquet"},
-                                      {"%PDF-1.7\n", "PDF"},
-                                      {std::string("\xFF\xFEh\0", 4), "UTF-16"},
-                                      {std::string("\xFE\xFF\0h", 4), "UTF-16"},
-                                      {std::string("\xFF\xFE\0\0h\0\0\0", 8), "UTF-32"},
-                                      {std::string("\0\0\xFE\xFF\0\0\0h", 8), "UTF-32"},
-                                      {std::string("h\0i\0", 4), "zero byte at offset 1"}}) {
+    CHECK_ERROR(TestLoader(path, 1, 1, 50257, false, 0, pairs),
+                path + ": invalid UTF-8 at offset 15");
+    for (const auto& [bytes, what] :
+         {std::pair<std::string, const char*>{"\x93NUMPY and more", "NumPy"},
+          {std::string("\x08\0\0\0\0\0\0\0{}", 10), "safetensors"},
+          {"\x1F\x8B\x08", "gzip"},
+          {"BZh91AY&SY", "bzip2"},
+          {std::string("\xFD\x37zXZ\0\0", 7), "xz"},
+          {"\x28\xB5\x2F\xFD\x04", "zstd"},
+          {"PK\x03\x04\x14", "zip"},
+          {"PAR1\x15", "Parquet"},
+          {"%PDF-1.7\n", "PDF"},
+          {std::string("\xFF\xFEh\0", 4), "UTF-16"},
+          {std::string("\xFE\xFF\0h", 4), "UTF-16"},
+          {std::string("\xFF\xFE\0\0h\0\0\0", 8), "UTF-32"},
+          {std::string("\0\0\xFE\xFF\0\0\0h", 8), "UTF-32"},
+          {std::string("h\0i\0", 4), "zero byte at offset 1"}}) {
         write_file(path, bytes);
         CHECK_ERROR(TestLoader(path, 1, 1), what);
     }
@@ -842,21 +943,29 @@ TEST(names_in_commands) {
 
 // dev/test_resume has what a run says of other data.
 TEST(loader_identity) {
-    const auto identity = [](const std::string& pattern) { return TestLoader(pattern, 1, 4).identity(); };
+    const auto identity = [](const std::string& pattern) {
+        return TestLoader(pattern, 1, 4).identity();
+    };
     const std::string moved = folder(), all = moved + "/*.bin", pattern = write_shards(kShards);
     fs::copy(fs::path(pattern).parent_path(), moved);
-    const uint64_t before = TestLoader(pattern, 2, 3, 65536, true, 8).identity();  // of the data, however it is read
+    // of the data, however it is read
+    const uint64_t before = TestLoader(pattern, 2, 3, 65536, true, 8).identity();
     CHECK(identity(all) == before);
     write_shard(moved + "/z.bin", {});
     CHECK(identity(all) != before);
     write_file(moved + "/text", "ab ab");  // other tokens are other data
-    CHECK(TestLoader(moved + "/text", 1, 1, 50257, false, 0, Tokenizer(write_pairs({"ab"}))).identity() !=
-          TestLoader(moved + "/text", 1, 1).identity());
-    // A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it spread over the rest.
+    CHECK(TestLoader(moved + "/text", 1, 1, 50257, false, 0, Tokenizer(write_pairs({"ab"})))
+              .identity() != TestLoader(moved + "/text", 1, 1).identity());
+    // A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it
+    // spread over the rest.
     const size_t n = 3 << 20;  // tokens
     std::set<uint64_t> sampled;
-    for (const auto& [at, tokens] :
-         {std::pair<size_t, size_t>{0, 0}, {n, 1}, {n - 1, 1}, {0, 1}, {n / 7, n / 100}, {n / 9 * 5, n / 100}}) {
+    for (const auto& [at, tokens] : {std::pair<size_t, size_t>{0, 0},
+                                     {n, 1},
+                                     {n - 1, 1},
+                                     {0, 1},
+                                     {n / 7, n / 100},
+                                     {n / 9 * 5, n / 100}}) {
         Tokens shard(std::max(n, at + tokens), 'x');
         std::fill_n(shard.begin() + at, tokens, 'y');
         sampled.insert(identity(write_shard(moved + "/large", shard)));
@@ -944,7 +1053,8 @@ TEST(git_lfs_pointers_are_named) {
 
 // `make sanitize` sees what else a reader does with them.
 TEST(other_paths_and_damaged_files) {
-    for (const GoodFile& file : {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
+    for (const GoodFile& file :
+         {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
         const std::string none = file.path + ".none", here = fs::path(file.path).parent_path();
         CHECK_ERROR(file.read(none), none + ": ");
         CHECK_ERROR(file.read(here), here + ": ");
@@ -962,7 +1072,8 @@ TEST(other_paths_and_damaged_files) {
             in_place.seekp(bit / 8).put(static_cast<char>(good ^ 1 << bit % 8)).flush();
             const std::string error = test::error_of([&] { file.read(file.path); });
             CHECK(error.empty() ? file.version_at == 4
-                                : contains(error, file.path) && contains(error, "expected") && !contains(error, "\n"));
+                                : contains(error, file.path) && contains(error, "expected") &&
+                                      !contains(error, "\n"));
             in_place.seekp(bit / 8).put(good).flush();
         }
         for (size_t length = file.bytes.size(); length-- > 0;) {

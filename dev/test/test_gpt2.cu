@@ -1,31 +1,34 @@
-// Tests the whole model: gradients against finite differences and the fp64 reference, flash against naive over a
-// training run, determinism and memory. Also tests the pieces of the program that need no model. Includes the program
-// itself.
+// Tests the whole model: gradients against finite differences and the fp64 reference, flash against
+// naive over a training run, determinism and memory. Also tests the pieces of the program that need
+// no model. Includes the program itself.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <cfloat>
 
-#include "train_gpt2.cu"
 #include "dev/test/finite_difference.h"
 #include "dev/test/processes.h"
 #include "dev/test/program.h"
 #include "dev/test/train_threads.h"
+#include "train_gpt2.cu"
 
 namespace {
 
 const Config kSmall = {80, 250, 256, 2, 2, 128};  // HS = 64, the least that flash runs
 Config preset(const char* name) {
     Config config;
-    if (!find_config(name, &config)) throw Error(format("no preset %s", name));
+    if (!find_config(name, &config))
+        throw Error(format("no preset %s", name));
     return config;
 }
 
-// Tokens with structure, so that training has something to learn. Each is mostly a function of the one before.
+// Tokens with structure, so that training has something to learn. Each is mostly a function of the
+// one before.
 std::vector<int> make_tokens(size_t n, int V, uint64_t seed) {
     std::vector<int> tokens(n);
     int at = 1;
     for (size_t i = 0; i < n; i++) {
-        at = uniform(seed, 2 * i) < 0.7 ? (at * 7 + 3) % V : static_cast<int>(uniform(seed, 2 * i + 1) * V);
+        at = uniform(seed, 2 * i) < 0.7 ? (at * 7 + 3) % V
+                                        : static_cast<int>(uniform(seed, 2 * i + 1) * V);
         tokens[i] = at;
     }
     return tokens;
@@ -65,7 +68,8 @@ double loss_and_gradient(GPT2<Dev, X>& model) {
     poison(model.dev, model.grads);
     model.train_micro_batches();
     double sum = 0;
-    for (Acc<X> loss : download<Acc<X>>(model, model.statistics().losses(), model.micro_steps)) sum += loss;
+    for (Acc<X> loss : download<Acc<X>>(model, model.statistics().losses(), model.micro_steps))
+        sum += loss;
     return sum / model.micro_steps;
 }
 
@@ -95,8 +99,8 @@ std::vector<char> state_of(const Model& model) {
 
 // Losses of `steps` steps from the same init, and the state at the end.
 template <class X>
-auto train(const Cuda& dev, const Config& config, Attention attention, int T, int steps, const std::vector<int>& stream,
-           double lr) {
+auto train(const Cuda& dev, const Config& config, Attention attention, int T, int steps,
+           const std::vector<int>& stream, double lr) {
     GPT2<Cuda, X> model(dev, config, {.attention = attention, .B = 4, .T = T, .training = true});
     model.allocate();
     init_random(model, 42);
@@ -111,17 +115,20 @@ auto train(const Cuda& dev, const Config& config, Attention attention, int T, in
 
 Cuda& gpu(bool tf32 = true) {
     std::string why;
-    if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
+    if (Cuda::count(&why) == 0)
+        SKIP("no GPU: %s", why.c_str());
     static Cuda dev(0);
     dev.tf32 = tf32;
     return dev;
 }
 
-// Compares the gradients of every parameter tensor with the fp64 reference, which has the same (rounded) weights and
-// tokens. bound is the relative L2 error per tensor.
+// Compares the gradients of every parameter tensor with the fp64 reference, which has the same
+// (rounded) weights and tokens. bound is the relative L2 error per tensor.
 template <class X>
-void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound, int recompute = 0) {
-    ModelSettings settings = {.attention = attention, .B = B, .T = T, .micro_steps = 2, .training = true};
+void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound,
+                     int recompute = 0) {
+    ModelSettings settings = {
+        .attention = attention, .B = B, .T = T, .micro_steps = 2, .training = true};
     GPT2<Cpu, double> reference(cpu, kSmall, settings);
     settings.recompute = recompute;
     GPT2<Cuda, X> model(dev, kSmall, settings);
@@ -140,10 +147,12 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
         const std::vector<float> g = download<float>(model, model.grads.at(i), t.elements());
         const double* r = static_cast<double*>(reference.grads.at(i));
         double error = 0, norm = 0;
-        for (size_t k = 0; k < g.size(); k++) error += (g[k] - r[k]) * (g[k] - r[k]), norm += r[k] * r[k];
+        for (size_t k = 0; k < g.size(); k++)
+            error += (g[k] - r[k]) * (g[k] - r[k]), norm += r[k] * r[k];
         if (!(std::sqrt(error) <= bound * std::sqrt(norm)))
-            test::report(__FILE__, __LINE__,
-                         format("%s: relative error %.3g > %.3g", t.name, std::sqrt(error / norm), bound));
+            test::report(
+                __FILE__, __LINE__,
+                format("%s: relative error %.3g > %.3g", t.name, std::sqrt(error / norm), bound));
     }
 }
 
@@ -156,20 +165,24 @@ TEST(parameter_count_of_presets) {
     Config c;
     CHECK(!find_config("d13", &c));
     // GPT-2's published sizes, without padding of the vocabulary.
-    const std::pair<const char*, size_t> presets[] = {
-        {"d12", 124439808}, {"d24", 354823168}, {"d36", 774030080}, {"d48", 1557611200}, {"tiny", 0}};
+    const std::pair<const char*, size_t> presets[] = {{"d12", 124439808},
+                                                      {"d24", 354823168},
+                                                      {"d36", 774030080},
+                                                      {"d48", 1557611200},
+                                                      {"tiny", 0}};
     for (const auto& [name, parameters] : presets) {
         c = preset(name);
         CHECK(!parameters || c.num_parameters() == parameters + size_t(c.Vp - c.V) * c.C);
         size_t n = 0;
-        for (const TensorSpec& t : Parameters<float>::list(c)) n += t.elements();
+        for (const TensorSpec& t : Parameters<float>::list(c))
+            n += t.elements();
         CHECK(c.num_parameters() == n);
         CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C == 64 * c.NH);
     }
 }
 
-// Each parameter belongs to one rank. A rank's lie back to back, in whole vectors, whatever part of the parameters is
-// looked at. dev/test_recipe sees that ranks with a share each train as one.
+// Each parameter belongs to one rank. A rank's lie back to back, in whole vectors, whatever part of
+// the parameters is looked at. dev/test_recipe sees that ranks with a share each train as one.
 TEST(shares_divide_the_parameters) {
     const Arena params("parameters", Parameters<float>::list(kSmall), 1);
     const size_t n = kSmall.num_parameters();
@@ -179,12 +192,15 @@ TEST(shares_divide_the_parameters) {
             std::vector<int> owners(n);
             for (int r = 0; r < ranks; r++) {
                 const auto share = share_of(params.tensors, r, ranks, overlap);
-                std::vector<size_t> place(n / ranks, n);  // of each element of the state among the parameters
+                // of each element of the state among the parameters
+                std::vector<size_t> place(n / ranks, n);
                 size_t next = 0;
                 for_each_part(share, 0, n, [&](const SharePart& part) {
                     const auto [at, state, size] = part;
-                    if (state != next || at + size > n) throw Error("not back to back, or outside");
-                    if (ranks > 1 && (at % 4 || size % 4)) throw Error("off a vector");
+                    if (state != next || at + size > n)
+                        throw Error("not back to back, or outside");
+                    if (ranks > 1 && (at % 4 || size % 4))
+                        throw Error("off a vector");
                     for (size_t k = 0; k < size; k++) {
                         owners[at + k]++;
                         place[state + k] = at + k;
@@ -199,7 +215,8 @@ TEST(shares_divide_the_parameters) {
                         CHECK(at >= begin && at + size <= end);
                         next -= size;
                         for (size_t k = 0; k < size; k++)
-                            if (place[state + k] != at + k) throw Error("elsewhere when looked at in parts");
+                            if (place[state + k] != at + k)
+                                throw Error("elsewhere when looked at in parts");
                     });
                 }
                 CHECK(next == 0);
@@ -209,22 +226,26 @@ TEST(shares_divide_the_parameters) {
     CHECK(!can_shard(128, 3) && !can_shard(64, 32));
 }
 
-// A share's m and v lie as for_each_part() counts them, without a gap, because 64 floats do not always divide a share.
+// A share's m and v lie as for_each_part() counts them, without a gap, because 64 floats do not
+// always divide a share.
 TEST(shares_of_the_optimizer_are_packed) {
     for (const char* name : {"tiny", "d12", "d36", "d48"})
         for (int ranks : {1, 2, 4, 8}) {
             const Config config = preset(name);
-            if (!can_shard(config.C, ranks)) continue;
+            if (!can_shard(config.C, ranks))
+                continue;
             Ranks<Cpu> of;
             of.size = ranks, of.sharded = true;
             const GPT2<Cpu, float> model(Cpu(1), config, {.B = 1, .T = 64, .training = true}, of);
             const size_t own = model.num_parameters / ranks * sizeof(float);
-            CHECK(model.adam.offsets == (std::vector<size_t>{0, own, 2 * own}) && model.adam.bytes == 2 * own);
+            CHECK(model.adam.offsets == (std::vector<size_t>{0, own, 2 * own}) &&
+                  model.adam.bytes == 2 * own);
         }
 }
 
-// If the optimizer is sharded, a step sums gradients into a separate buffer, which the gate follows. It must read
-// nothing that was there before. There are so many micro-batches that their losses and the norm fill a line of memory.
+// If the optimizer is sharded, a step sums gradients into a separate buffer, which the gate
+// follows. It must read nothing that was there before. There are so many micro-batches that their
+// losses and the norm fill a line of memory.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
     Ranks<Cpu> ranks;
     ranks.comm = std::make_shared<Cpu::Comm>(), ranks.sharded = true;
@@ -235,7 +256,8 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
                            sharded ? ranks : Ranks<Cpu>{});
         poison(cpu, model.buffers);
         upload_batches(model, stream, 0);
-        for (int i = 0; i < kMicroSteps; i++) model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
+        for (int i = 0; i < kMicroSteps; i++)
+            model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
         model.update(hyper(1e-3, 1));
         CHECK(std::isfinite(*model.statistics().norm()));
         return state_of(model);
@@ -250,15 +272,17 @@ TEST(defaults) {
         bool on_cpu;
         int ranks, B, T, tokens_per_step, zero;
         float lr;
-    } sizes[] = {{"d12", false, 1, 8, 1024, 8192, 0, 3e-4f},  {"d48", false, 3, 8, 1024, 24576, 0, 3e-4f},
-                 {"d12", true, 1, 4, 64, 256, 0, 3e-4f},      {"tiny", false, 2, 8, 256, 4096, 1, 2e-3f},
-                 {"d12", false, 8, 8, 1024, 65536, 1, 3e-4f}, {"tiny", true, 3, 4, 64, 768, 0, 2e-3f}};
+    } sizes[] = {
+        {"d12", false, 1, 8, 1024, 8192, 0, 3e-4f},  {"d48", false, 3, 8, 1024, 24576, 0, 3e-4f},
+        {"d12", true, 1, 4, 64, 256, 0, 3e-4f},      {"tiny", false, 2, 8, 256, 4096, 1, 2e-3f},
+        {"d12", false, 8, 8, 1024, 65536, 1, 3e-4f}, {"tiny", true, 3, 4, 64, 768, 0, 2e-3f}};
     for (const auto& c : sizes) {
         const Config config = preset(c.model);
         Options o;
         resolve_sizes(o, config.max_T, config.C, c.on_cpu, c.ranks);
         CHECK(o.sample_length == 700);  // dev/test_recipe has the others that depend on no size
-        CHECK(o.B == c.B && o.T == c.T && o.tokens_per_step == c.tokens_per_step && o.zero == c.zero && o.lr == c.lr);
+        CHECK(o.B == c.B && o.T == c.T && o.tokens_per_step == c.tokens_per_step &&
+              o.zero == c.zero && o.lr == c.lr);
     }
     const struct {
         int given;
@@ -403,8 +427,10 @@ TEST(sampling_follows_the_distribution) {
     constexpr int n = 1000;
     for (const auto& c : cases) {
         int counts[4] = {};
-        for (int i = 0; i < n; i++) counts[sample_token(logits, c.sampling, (i + 0.5) / n)]++;
-        for (int v = 0; v < 4; v++) CHECK_NEAR(counts[v], n * c.p[v], c.p[v] > 0 && c.p[v] < 1);
+        for (int i = 0; i < n; i++)
+            counts[sample_token(logits, c.sampling, (i + 0.5) / n)]++;
+        for (int v = 0; v < 4; v++)
+            CHECK_NEAR(counts[v], n * c.p[v], c.p[v] > 0 && c.p[v] < 1);
     }
     CHECK(sample_token({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
 
@@ -422,9 +448,10 @@ TEST(sampling_follows_the_distribution) {
     }
 }
 
-// N by hand is 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
-// FLOPs. The runs are on a CPU with a GPU's name, so that they have an MFU. It has 67 TFLOP/s, and a token of the tiny
-// model takes 5349888 FLOPs at T = 32. Two ranks that share a sequence have twice the peak, and the whole T.
+// N by hand is 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N
+// + 6·12·768·1024 FLOPs. The runs are on a CPU with a GPU's name, so that they have an MFU. It has
+// 67 TFLOP/s, and a token of the tiny model takes 5349888 FLOPs at T = 32. Two ranks that share a
+// sequence have twice the peak, and the whole T.
 TEST(mfu_by_hand) {
     const Config config = preset("d12");
     CHECK(config.flops_per_token(1024) == 803478528 && config.flops_per_token(512) == 775166976);
@@ -432,7 +459,8 @@ TEST(mfu_by_hand) {
     for (const int ranks : {1, 2}) {
         const std::string out = dir() + format("/mfu_%d", ranks);
         Options o;
-        o.output_dir = out, o.init = "tiny", o.train_data = "README.md", o.B = 2, o.T = 32, o.max_steps = 1;
+        o.output_dir = out, o.init = "tiny", o.train_data = "README.md", o.B = 2, o.T = 32,
+        o.max_steps = 1;
         o.val_every = o.sample_every = 0, o.context_parallel = ranks;
         const auto train = [&](int rank, ThreadComm& comm) {
             Options mine = o;
@@ -618,9 +646,9 @@ TEST(the_first_step_may_take_longer_than_the_timeout) {
     }
 }
 
-// Work that goes on is no hang, however long all of it takes: with --timeout 1 layers, validation batches, sampled
-// tokens and pieces of a checkpoint that take half a second each. Its pieces are several because two ranks share the
-// optimizer, whose windows are no larger than the activations.
+// Work that goes on is no hang, however long all of it takes: with --timeout 1 layers, validation
+// batches, sampled tokens and pieces of a checkpoint that take half a second each. Its pieces are
+// several because two ranks share the optimizer, whose windows are no larger than the activations.
 TEST(slow_work_that_goes_on_is_no_hang) {
     constexpr double kSlow = 0.5;
     const auto train = [](Options o, const Slow& dev, int ranks) {
@@ -671,8 +699,9 @@ TEST(slow_work_that_goes_on_is_no_hang) {
     runs.check({0, 0, 0, 0});
 }
 
-// A signal to one rank ends all at the same step, whichever rank it is. The ranks are threads of one
-// process, which get their signals together, so the test writes it where a rank says what it got.
+// A signal to one rank ends all at the same step, whichever rank it is. The ranks are threads of
+// one process, which get their signals together, so the test writes it where a rank says what it
+// got.
 TEST(a_signal_to_any_rank_ends_all) {
     constexpr int kRanks = 3;
     constexpr int kStep = 2;
@@ -706,7 +735,8 @@ TEST(files_are_read_in_pieces) {
     const std::string path = dir() + "/pieces.bin";
     const Cpu cpu(1);
     std::string bytes(70000, 'x');
-    for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<char>(mix64(i));
+    for (size_t i = 0; i < bytes.size(); i++)
+        bytes[i] = static_cast<char>(mix64(i));
     write_file(path, bytes);
     const InputFile file(path);
     for (const size_t n : {0, 1, 31, 32, 33, 4096, 69997})
@@ -724,18 +754,22 @@ TEST(files_are_read_in_pieces) {
         }
 }
 
-// What is computed again has the same bits as what would have been kept. dev/test_program has the bytes of each level.
+// What is computed again has the same bits as what would have been kept. dev/test_program has the
+// bytes of each level.
 TEST(recompute_does_not_change_gradients) {
     const int B = 2, T = 20;
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
     std::vector<char> kept;
     for (int level : {0, 1, 2}) {
-        Ready<double> model(kSmall, {.B = B, .T = T, .micro_steps = 2, .training = true, .recompute = level});
+        Ready<double> model(
+            kSmall, {.B = B, .T = T, .micro_steps = 2, .training = true, .recompute = level});
         poison(cpu, model.acts);
         upload_batches(model, stream, 0);
         loss_and_gradient(model);
-        const std::vector<char> gradients = download<char>(model, model.grads.base, model.grads.bytes);
-        if (level == 0) kept = gradients;
+        const std::vector<char> gradients =
+            download<char>(model, model.grads.base, model.grads.bytes);
+        if (level == 0)
+            kept = gradients;
         CHECK(kept == gradients);
     }
 }
@@ -745,30 +779,34 @@ TEST(reference_model_gradient_by_finite_differences) {
     Ready<double> model(config, {.B = 2, .T = 9, .training = true});
     model.sizes.chunk = 11;  // the classifier gets a whole chunk and a smaller one
     double* w = model.weights().wte;
-    for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.2 * normal(11, i);  // away from the symmetric start
+    // away from the symmetric start
+    for (size_t i = 0; i < model.num_parameters; i++)
+        w[i] += 0.2 * normal(11, i);
     upload_batches(model, make_tokens(2 * 9 + 1, config.V, 5), 0);
     loss_and_gradient(model);
     for (size_t i = 0; i < model.params.tensors.size(); i++) {
         const TensorSpec& t = model.params.tensors[i];
         const double* gradient = static_cast<double*>(model.grads.at(i));
-        check_gradient(t.name, static_cast<double*>(model.params.at(i)), {gradient, gradient + t.elements()}, [&] {
-            model.evaluate_micro_batch(0);
-            return model.statistics().losses()[0];
-        });
+        check_gradient(t.name, static_cast<double*>(model.params.at(i)),
+                       {gradient, gradient + t.elements()}, [&] {
+                           model.evaluate_micro_batch(0);
+                           return model.statistics().losses()[0];
+                       });
     }
 }
 
 TEST(logits_are_2_GiB_at_most) {
     const auto rows = [](int Vp) {
-        const GPT2<Cpu, double> model(cpu, {160, Vp, Vp, 1, 1, 8}, {.B = 4, .T = 160, .training = true});
+        const GPT2<Cpu, double> model(cpu, {160, Vp, Vp, 1, 1, 8},
+                                      {.B = 4, .T = 160, .training = true});
         CHECK(model.buffers.tensors[0].size() == model.sizes.chunk * Vp);
         return model.sizes.chunk;
     };
     CHECK(rows(1 << 18) == 640 && rows((1 << 18) + 128) == 512);
 }
 
-// Nothing is updated with a loss that is infinite although the gradient is not, nor with a NaN in a parameter, which is
-// named.
+// Nothing is updated with a loss that is infinite although the gradient is not, nor with a NaN in a
+// parameter, which is named.
 template <class Dev, class X>
 void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says) {
     const auto update_stops = [&] {
@@ -777,7 +815,8 @@ void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says)
         const Acc<X> norm = download<Acc<X>>(model, model.statistics().norm(), 1)[0];
         return !std::isfinite(norm) && state_of(model) == before;
     };
-    upload_batches(model, make_tokens(model.micro_steps * model.B * model.T + 1, model.config.V, 5), 0);
+    upload_batches(model, make_tokens(model.micro_steps * model.B * model.T + 1, model.config.V, 5),
+                   0);
     CHECK(std::isfinite(loss_and_gradient(model)));
     const Acc<X> infinite = INFINITY;
     model.dev.upload(model.statistics().norm() - 1, &infinite, sizeof infinite);
@@ -790,7 +829,8 @@ void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says)
     CHECK_ERROR(check_parameters(model, "it", ""), std::string("it: not finite: ") + says);
 }
 TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
-    Ready<float> model({16, 30, 32, 3, 2, 8}, {.B = 2, .T = 16, .micro_steps = 2, .training = true});
+    Ready<float> model({16, 30, 32, 3, 2, 8},
+                       {.B = 2, .T = 16, .micro_steps = 2, .training = true});
     check_nothing_is_updated(model, model.weights(1).ln2w + 3, "ln2w (1 of 24");
 }
 
@@ -827,7 +867,8 @@ void check_memory_is_linear_in_T(const Dev& dev) {
 }
 TEST(flash_memory_is_linear_in_T) {
     check_memory_is_linear_in_T<float>(cpu);
-    if (Cuda::count() > 0) check_memory_is_linear_in_T<bf16>(gpu());
+    if (Cuda::count() > 0)
+        check_memory_is_linear_in_T<bf16>(gpu());
 }
 
 TEST(arenas_are_what_is_allocated) {
@@ -837,14 +878,16 @@ TEST(arenas_are_what_is_allocated) {
         size_t end = 0;
         for (size_t i = 0; i < a->tensors.size(); i++) {
             const TensorSpec& t = a->tensors[i];
-            if (t.elements() == 0) continue;
+            if (t.elements() == 0)
+                continue;
             const auto offset = [&](int layer) {
                 return static_cast<size_t>(static_cast<char*>(a->at(i, layer)) - a->base);
             };
             CHECK(offset(0) >= end);  // in order, without overlap
             end = offset(std::max(t.layers - 1, 0)) + t.size() * size_of(t.dtype);
         }
-        CHECK(end <= a->bytes && a->bytes < end + 256);  // at the end there is only what alignment takes
+        // at the end there is only what alignment takes
+        CHECK(end <= a->bytes && a->bytes < end + 256);
         total += a->bytes;
     }
     CHECK(total == model.total_bytes());
@@ -852,7 +895,8 @@ TEST(arenas_are_what_is_allocated) {
 
 TEST(an_arena_has_no_tensor_that_is_not_in_it) {
     CHECK(Arena().pointers<Optimizer<float>>().m == nullptr);  // of a model that only generates
-    CHECK(Arena("empty", {{.name = "none", .dtype = DType::f32, .rows = 0, .cols = 0}}).at(0) == nullptr);
+    CHECK(Arena("empty", {{.name = "none", .dtype = DType::f32, .rows = 0, .cols = 0}}).at(0) ==
+          nullptr);
 }
 
 TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
@@ -866,8 +910,9 @@ TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
     }
 }
 
-// dev/test_recipe has what samples are. Their tokens are padded to 64, or to T, and beyond T the window moves. A model
-// that trains on several sequences has the cache too. With the cache a token more computes only its own row.
+// dev/test_recipe has what samples are. Their tokens are padded to 64, or to T, and beyond T the
+// window moves. A model that trains on several sequences has the cache too. With the cache a token
+// more computes only its own row.
 TEST(cached_logits_are_the_same) {
     for (int T : {1, 2, 7, 80}) {
         Ready<float> whole(kSmall, {.B = 1, .T = T});
@@ -879,7 +924,8 @@ TEST(cached_logits_are_the_same) {
             const std::vector<float> wanted = logits_of_last(whole, text);
             float* const second_row = cached.activations().encoded + (T > 1 ? kSmall.C : 0);
             *second_row = NAN;
-            CHECK(logits_of_last(cached, text, n > 1) == wanted && logits_of_last(trains, text, n > 1) == wanted);
+            CHECK(logits_of_last(cached, text, n > 1) == wanted &&
+                  logits_of_last(trains, text, n > 1) == wanted);
             CHECK(std::isnan(*second_row) == (n > 1 && seen < T));
             seen = seen < T ? seen + 1 : (T + 1) / 2;
             CHECK(window_begin(n, T) == n - seen);
@@ -891,15 +937,19 @@ TEST(cached_logits_are_the_same) {
 // With a GPU
 
 TEST(gpu_gradients_fp32_strict) {
-    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<float>(gpu(false), a, 3, 65, 2e-5);
+    for (Attention a : {Attention::flash, Attention::naive})
+        check_gradients<float>(gpu(false), a, 3, 65, 2e-5);
     check_gradients<float>(gpu(false), Attention::flash, 1, 1, 2e-5);
 }
 TEST(gpu_gradients_fp32_tf32) {
-    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<float>(gpu(), a, 2, 80, 5e-3);
+    for (Attention a : {Attention::flash, Attention::naive})
+        check_gradients<float>(gpu(), a, 2, 80, 5e-3);
 }
 TEST(gpu_gradients_bf16) {
-    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<bf16>(gpu(), a, 3, 65, 4e-2);
-    for (int recompute : {1, 2}) check_gradients<bf16>(gpu(), Attention::flash, 3, 65, 4e-2, recompute);
+    for (Attention a : {Attention::flash, Attention::naive})
+        check_gradients<bf16>(gpu(), a, 3, 65, 4e-2);
+    for (int recompute : {1, 2})
+        check_gradients<bf16>(gpu(), Attention::flash, 3, 65, 4e-2, recompute);
 }
 
 TEST(gpu_flash_equals_naive_over_400_steps_fp32) {
@@ -911,8 +961,10 @@ TEST(gpu_flash_equals_naive_over_400_steps_fp32) {
     };
     const std::vector<double> flash = losses(Attention::flash), naive = losses(Attention::naive);
     double worst = 0;
-    for (size_t i = 0; i < flash.size(); i++) worst = std::max(worst, std::fabs(flash[i] - naive[i]));
-    std::printf("  loss %.4f -> %.4f, largest difference %.2g\n", flash.front(), flash.back(), worst);
+    for (size_t i = 0; i < flash.size(); i++)
+        worst = std::max(worst, std::fabs(flash[i] - naive[i]));
+    std::printf("  loss %.4f -> %.4f, largest difference %.2g\n", flash.front(), flash.back(),
+                worst);
     CHECK(flash.back() < flash.front() - 1);
     CHECK_NEAR(worst, 0, 1e-3);
 }
@@ -922,7 +974,9 @@ void check_determinism() {
     Config config = preset("d12");
     config.L = 3;
     const std::vector<int> stream = make_tokens(20 * 4 * 1024 + 1, config.V, 9);
-    const auto run = [&] { return train<X>(gpu(), config, Attention::flash, 1024, 20, stream, 6e-4); };
+    const auto run = [&] {
+        return train<X>(gpu(), config, Attention::flash, 1024, 20, stream, 6e-4);
+    };
     const auto first = run();
     for (bool graphs : {true, false}) {
         gpu().graphs = graphs;
@@ -938,14 +992,19 @@ TEST(gpu_two_runs_are_bit_equal) {
 // --memory prints what is allocated.
 TEST(gpu_memory_is_what_the_table_says) {
     for (int recompute : {0, 1, 2}) {
-        GPT2<Cuda, bf16> model(gpu(), preset("d12"), {.B = 4, .T = 1024, .training = true, .recompute = recompute});
+        GPT2<Cuda, bf16> model(gpu(), preset("d12"),
+                               {.B = 4, .T = 1024, .training = true, .recompute = recompute});
         size_t bytes = 0, tensors = 0;
         for (const Arena* a : model.arenas())
-            for (const TensorSpec& t : a->tensors) bytes += t.elements() * size_of(t.dtype), tensors++;
-        const double most = 256. * tensors + 5 * (2 << 20);  // alignment, and the driver's 2 MiB pages
+            for (const TensorSpec& t : a->tensors)
+                bytes += t.elements() * size_of(t.dtype), tensors++;
+        // alignment, and the driver's 2 MiB pages
+        const double most = 256. * tensors + 5 * (2 << 20);
         double taken = 0;
-        for (int i = 0; i < 5 && !(std::fabs(taken - bytes) <= most); i++) {  // a program beside may take some, too
-            for (Arena* a : model.arenas()) gpu().free(a->base), a->base = nullptr;
+        // a program beside may take some, too
+        for (int i = 0; i < 5 && !(std::fabs(taken - bytes) <= most); i++) {
+            for (Arena* a : model.arenas())
+                gpu().free(a->base), a->base = nullptr;
             const size_t before = gpu().free_bytes();
             model.allocate();
             taken = double(before) - gpu().free_bytes();
@@ -954,8 +1013,8 @@ TEST(gpu_memory_is_what_the_table_says) {
     }
 }
 
-// A model file has fp32 weights. They become the master weights as they are, and the bf16 weights rounded, in more than
-// one piece of what is read.
+// A model file has fp32 weights. They become the master weights as they are, and the bf16 weights
+// rounded, in more than one piece of what is read.
 TEST(gpu_master_weights_are_those_of_the_file) {
     const Config config = {16, 30000, 30080, 1, 2, 512};
     GPT2<Cuda, bf16> model(gpu(), config, {.B = 1, .T = 16, .training = true});
@@ -994,7 +1053,8 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
     CHECK(model.optimizer().master == nullptr);
     const std::vector<X> weights = download<X>(model, model.params.base, model.num_parameters);
     std::copy(weights.begin(), weights.end(), exact.weights().wte);
-    double l2[2][321] = {}, largest[321] = {}, worst = 0;  // without and with the cache, and without it
+    // without and with the cache, and without it
+    double l2[2][321] = {}, largest[321] = {}, worst = 0;
     for (bool cached : {false, true})
         for (int n = 1; n <= 320; n++) {
             const std::vector<int> text = make_tokens(n, config.V, 5);
@@ -1003,7 +1063,8 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
             for (int v = 0; v < config.V; v++) {
                 const double error = std::fabs(static_cast<float>(got[v]) - want[v]);
                 l2[cached][n] = std::hypot(l2[cached][n], error);
-                if (!cached) largest[n] = std::max(largest[n], error);
+                if (!cached)
+                    largest[n] = std::max(largest[n], error);
             }
             l2[cached][0] = std::hypot(l2[cached][0], l2[cached][n]);  // of all
             worst = std::max(worst, l2[true][n] / l2[false][n]);
@@ -1013,15 +1074,20 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
             CHECK(want[best] - want[chosen] <= 2 * largest[n]);
         }
     const double all = l2[true][0] / l2[false][0];
-    std::printf("  L2 error with the cache: %.3f of that without it, and %.3f at the worst position\n", all, worst);
-    // A matmul of one row rounds otherwise than one of many. In bf16 a single position may have bad luck.
+    std::printf(
+        "  L2 error with the cache: %.3f of that without it, and %.3f at the worst position\n", all,
+        worst);
+    // A matmul of one row rounds otherwise than one of many. In bf16 a single position may have bad
+    // luck.
     CHECK(all <= 1.1 && worst <= (std::is_same_v<X, bf16> ? 1.5 : 1.1));
 }
 TEST(gpu_cached_logits_fp32) {
-    for (Attention a : {Attention::flash, Attention::naive}) check_cached_logits<float>(gpu(false), a);
+    for (Attention a : {Attention::flash, Attention::naive})
+        check_cached_logits<float>(gpu(false), a);
 }
 TEST(gpu_cached_logits_bf16) {
-    for (Attention a : {Attention::flash, Attention::naive}) check_cached_logits<bf16>(gpu(), a);
+    for (Attention a : {Attention::flash, Attention::naive})
+        check_cached_logits<bf16>(gpu(), a);
 }
 
 TEST(gpu_out_of_memory_says_what_fits) {

@@ -1,5 +1,6 @@
-// Tests how ranks start, meet and end, without a model. Launchers set their variables, --gpus starts processes, ranks are
-// missing or wrong in every way, strangers come to the port, and the watchdog ends what hangs.
+// Tests how ranks start, meet and end, without a model. Launchers set their variables, --gpus
+// starts processes, ranks are missing or wrong in every way, strangers come to the port, and the
+// watchdog ends what hangs.
 //
 // Run: ./dev/test_launch [part of a test's name]
 #include <arpa/inet.h>
@@ -40,7 +41,8 @@ sockaddr_in local_address(int port, const char* host = "127.0.0.1") {
     return a;
 }
 // A connection that has sent `text`, or -1 if nobody listens there within so many seconds.
-int connect_and_say(int port, const std::string& text, double patience = 20, const char* host = "127.0.0.1") {
+int connect_and_say(int port, const std::string& text, double patience = 20,
+                    const char* host = "127.0.0.1") {
     const sockaddr_in a = local_address(port, host);
     for (const double deadline = now() + patience;; sleep_for(0.01)) {
         const int fd = socket(AF_INET, SOCK_STREAM, 0);
@@ -49,7 +51,8 @@ int connect_and_say(int port, const std::string& text, double patience = 20, con
             return fd;
         }
         close(fd);
-        if (now() > deadline) return -1;
+        if (now() > deadline)
+            return -1;
     }
 }
 const std::string kBlob("\0a blob\n\0with\0\0zeros\0", 21);
@@ -64,16 +67,18 @@ int meet_all(const Place& place, const Fields& fields = {}, double patience = 20
 std::string place_with(const std::string& environment) {
     std::istringstream words(environment);
     std::vector<std::string> variables(std::istream_iterator<std::string>(words), {});
-    for (std::string& v : variables) putenv(v.data());
+    for (std::string& v : variables)
+        putenv(v.data());
     std::string got;
     try {
         const Place p = place_from_environment();
-        got = format("rank %d of %d, %d of %d here, at %s %d, job %s;", p.rank, p.size, p.local_rank, p.local_size,
-                     p.address.c_str(), p.port, p.job.c_str());
+        got = format("rank %d of %d, %d of %d here, at %s %d, job %s;", p.rank, p.size,
+                     p.local_rank, p.local_size, p.address.c_str(), p.port, p.job.c_str());
     } catch (const UsageError& e) {
         got = e.what();
     }
-    for (const std::string& v : variables) unsetenv(v.substr(0, v.find('=')).c_str());
+    for (const std::string& v : variables)
+        unsetenv(v.substr(0, v.find('=')).c_str());
     return got;
 }
 
@@ -81,21 +86,27 @@ std::string place_with(const std::string& environment) {
 volatile std::sig_atomic_t signals = 0;
 int child(const std::string& act) {
     const Place place = place_from_environment();
-    if (act == "meet") return meet_all(place) + test::failed_checks() + (place.local_rank != place.rank);
-    if (act == "exit" && place.rank == 1) return 3;
+    if (act == "meet")
+        return meet_all(place) + test::failed_checks() + (place.local_rank != place.rank);
+    if (act == "exit" && place.rank == 1)
+        return 3;
     if (act == "die") {
         sleep_for(place.rank);
-        if (place.rank == 1) raise(SIGKILL);
+        if (place.rank == 1)
+            raise(SIGKILL);
         return 4 + place.rank;
     }
     if (act == "print")
         return std::puts("printed") < 0;
-    if (act == "count") std::signal(SIGINT, [](int) { signals = signals + 1; });
+    if (act == "count")
+        std::signal(SIGINT, [](int) { signals = signals + 1; });
     std::printf("ready %d\n", static_cast<int>(getpid()));
     std::fflush(stdout);
-    for (int i = 0; i < 300 && !signals; i++) sleep_for(0.1);
+    for (int i = 0; i < 300 && !signals; i++)
+        sleep_for(0.1);
     sleep_for(0.5);
-    if (!signals) std::puts("not ended");
+    if (!signals)
+        std::puts("not ended");
     return signals == 1 ? 0 : 4;
 }
 // A process with the program's handlers, which ends by a signal or not at all.
@@ -136,24 +147,33 @@ void launch(Processes& parent, const std::string& act) {
 
 TEST(launchers_variables) {
     const std::string torchrun =
-        "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=x "
+        "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=29500 "
+        "TORCHELASTIC_RUN_ID=x "
         "TORCHELASTIC_RESTART_COUNT=2 ";
-    const std::string mpirun = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 ";
+    const std::string mpirun =
+        "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 ";
     const std::string slurm =
-        "SLURM_PROCID=2 SLURM_LOCALID=2 SLURM_STEP_TASKS_PER_NODE=3(x2) SLURM_JOB_ID=77 SLURM_STEP_ID=1 ";
+        "SLURM_PROCID=2 SLURM_LOCALID=2 SLURM_STEP_TASKS_PER_NODE=3(x2) SLURM_JOB_ID=77 "
+        "SLURM_STEP_ID=1 ";
     const std::string intel = "PMI_RANK=1 PMI_SIZE=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=";
     const std::pair<std::string, std::string> cases[] = {
         {"MASTER_PORT=29500", "rank 0 of 1, 0 of 1 here"},
-        {torchrun, "rank 3 of 8, 1 of 4 here, at n1 29501, job x.2;"},  // torchrun itself listens on 29500
+        {torchrun,
+         "rank 3 of 8, 1 of 4 here, at n1 29501, job x.2;"},  // torchrun itself listens on 29500
         {torchrun + "GPT2_JOB=secret SLURM_JOB_ID=5", "at n1 29501, job secret.x.2;"},
-        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g", "rank 0 of 2, 0 of 1 here, at n1 1, job g;"},
-        {mpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000", "rank 1 of 2, 0 of 1 here, at n2 5000, job p7;"},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=p7", "rank 1 of 2, 0 of 2 here, at 127.0.0.1 2"},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=1", "set MASTER_ADDR to rank 0's host"},  // several machines
+        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g",
+         "rank 0 of 2, 0 of 1 here, at n1 1, job g;"},
+        {mpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000",
+         "rank 1 of 2, 0 of 1 here, at n2 5000, job p7;"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=p7",
+         "rank 1 of 2, 0 of 2 here, at 127.0.0.1 2"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=1",
+         "set MASTER_ADDR to rank 0's host"},  // several machines
         {mpirun, "set MASTER_ADDR to rank 0's host"},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=1", "set MASTER_ADDR to rank 0's host"},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1", "MASTER_PORT is \"\""},
-        {intel + "2 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=", "rank 1 of 6, 1 of 2 here, at n4 5002, job ;"},
+        {intel + "2 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=",
+         "rank 1 of 6, 1 of 2 here, at n4 5002, job ;"},
         {intel + "6 PMI_JOBID=33", "job 33;"},
         {intel + "6", format("job %d;", getppid())},
         {slurm + "SLURM_STEP_NUM_TASKS=6 MASTER_ADDR=n3 MASTER_PORT=5001",
@@ -165,7 +185,8 @@ TEST(launchers_variables) {
         {"RANK=4 WORLD_SIZE=4", "RANK is \"4\""},
         {"RANK=0 WORLD_SIZE=2 LOCAL_RANK=2", " LOCAL_RANK is \"2\""},
         {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65536", "MASTER_PORT is \"65536\""},
-        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65535 TORCHELASTIC_RUN_ID=x", "MASTER_PORT is \"65535\""},
+        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65535 TORCHELASTIC_RUN_ID=x",
+         "MASTER_PORT is \"65535\""},
         {"WORLD_SIZE=2", " RANK is \"\""},  // which is missing
         {"RANK=0", " WORLD_SIZE is \"\""},
         {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE is \"0\""},
@@ -177,7 +198,8 @@ TEST(launchers_variables) {
     };
     for (const auto& [environment, says] : cases) {
         const std::string got = place_with(environment);
-        if (count_of(got, says) == 0) test::report(__FILE__, __LINE__, environment + ": " + got + ", expected " + says);
+        if (count_of(got, says) == 0)
+            test::report(__FILE__, __LINE__, environment + ": " + got + ", expected " + says);
     }
     const std::string local = mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_MCA_ess_base_jobid=";
     const std::string seven = place_with(local + "7"), eight = place_with(local + "8");
@@ -192,15 +214,21 @@ TEST(gpus_starts_and_ends_ranks) {
         int lines;  // of the parent
     } cases[] = {{"meet", 0, 0, {}, 0},
                  {"exit", 0, 3, {": rank 1 (pid ", ") ended with exit code 3\n"}, 1},
-                 {"die", 0, 137, {") ended with exit code 4\n", ": rank 1 (pid ", ") was killed by signal 9 ("}, 2},
+                 {"die",
+                  0,
+                  137,
+                  {") ended with exit code 4\n", ": rank 1 (pid ", ") was killed by signal 9 ("},
+                  2},
                  {"count", SIGINT, 0, {}, 0},
                  {"sleep", SIGALRM, 128 + SIGALRM, {}, 0},  // as with any process
                  {"sleep", SIGTERM, 143, {") was killed by signal 15 ("}, 1}};
     for (const auto& c : cases) {
         Processes parent;
         launch(parent, c.act);
-        if (c.signal) parent.wait_for("ready", 3);
-        if (c.signal) kill(-parent.pids[0], c.signal);  // as a terminal does, to the group
+        if (c.signal)
+            parent.wait_for("ready", 3);
+        if (c.signal)
+            kill(-parent.pids[0], c.signal);  // as a terminal does, to the group
         parent.check({c.code}, c.says);
         CHECK(count_of(parent.text(), "not ended") == 0);
         CHECK(count_of(parent.text(), "train_gpt2cu: ") == c.lines);
@@ -216,10 +244,12 @@ TEST(ranks_die_with_their_parent) {
     std::istringstream words(parent.text());
     int pid = 0, found = 0, alive = 3;
     std::vector<int> pids;
-    for (std::string word; words >> word >> pid; found++) pids.push_back(pid);
+    for (std::string word; words >> word >> pid; found++)
+        pids.push_back(pid);
     for (int i = 0; i < 500 && alive > 0; i++, sleep_for(0.01)) {
         alive = 0;
-        for (int p : pids) alive += kill(p, 0) == 0;
+        for (int p : pids)
+            alive += kill(p, 0) == 0;
     }
     CHECK(found == 3 && alive == 0);
 }
@@ -304,18 +334,23 @@ TEST(ranks_meet_in_any_order) {
         Processes ranks;
         const int port = free_port();
         for (int rank = size - 1; rank >= 0; rank--) {
-            ranks.start([&] { return meet_all(local_place(rank, size, port), {{"--lr", "1"}, {"data", "x\ny"}}); });
-            if (rank == 1) sleep_for(0.3);
+            ranks.start([&] {
+                return meet_all(local_place(rank, size, port), {{"--lr", "1"}, {"data", "x\ny"}});
+            });
+            if (rank == 1)
+                sleep_for(0.3);
         }
         ranks.check(std::vector<int>(size));
     }
     for (const std::string address : {"localhost", "127.1.2.3", "::1"}) {
-        if (address == "::1" && access("/proc/net/if_inet6", F_OK)) continue;
+        if (address == "::1" && access("/proc/net/if_inet6", F_OK))
+            continue;
         Processes ranks;
         const int port = free_port();
         for (int rank : {0, 1}) {
             ranks.start([&] { return meet_all({rank, 2, 0, 1, port, address, ""}); });
-            if (rank == 0) CHECK(connect_and_say(port, "", 0.5, "127.0.0.7") == -1);  // listens nowhere else
+            if (rank == 0)
+                CHECK(connect_and_say(port, "", 0.5, "127.0.0.7") == -1);  // listens nowhere else
         }
         ranks.check({0, 0});
     }
@@ -326,13 +361,14 @@ TEST(differences_are_named_on_every_rank) {
     Processes ranks;
     for (int rank : {0, 1, 2})
         ranks.start([=] {
-            Fields fields = {
-                {"--lr", rank == 2 ? "0.1" : "0.2"}, {"model", "d12"}, {"data", rank == 1 ? "a\x1b=c" : "b"}};
+            Fields fields = {{"--lr", rank == 2 ? "0.1" : "0.2"},
+                             {"model", "d12"},
+                             {"data", rank == 1 ? "a\x1b=c" : "b"}};
             return meet_all(local_place(rank, 3, port), fields);
         });
     ranks.check({1, 1, 1});
-    for (const char* says :
-         {"; --lr: rank 2 has \"0.1\", rank 0 has \"0.2\"", "; data: rank 1 has \"a?=c\", rank 0 has"})
+    for (const char* says : {"; --lr: rank 2 has \"0.1\", rank 0 has \"0.2\"",
+                             "; data: rank 1 has \"a?=c\", rank 0 has"})
         CHECK(count_of(ranks.text(), says) == 3);
     CHECK(count_of(ranks.text(), "d12") == 0 && count_of(ranks.text(), "\n") == 3);
 
@@ -357,8 +393,10 @@ TEST(missing_and_wrong_ranks_are_named) {
         std::vector<std::pair<int, int>> ranks;
         std::vector<std::string> says;
     } cases[] = {
-        {{{0, 4}, {2, 4}}, {"rank: of 4 ranks these did not come to port ", " in 1 s: 1, 3; refused: nobody"}},
-        {{{0, 2}, {2, 3}}, {"; refused: rank 2", "rank: rank 2", " is one too many; start all with the same number"}},
+        {{{0, 4}, {2, 4}},
+         {"rank: of 4 ranks these did not come to port ", " in 1 s: 1, 3; refused: nobody"}},
+        {{{0, 2}, {2, 3}},
+         {"; refused: rank 2", "rank: rank 2", " is one too many; start all with the same number"}},
         {{{0, 2}, {1, 3}}, {"; number of ranks: rank 1 has \"3\", rank 0 has \"2\""}},
         {{{0, 3}, {1, 3}, {1, 3}}, {"; refused: rank 1 is", "is one too many", ", each rank once"}},
         {{{1, 2}}, {"cannot reach rank 0 at 127.0.0.1 port ", "MASTER_PORT"}}};
@@ -366,14 +404,17 @@ TEST(missing_and_wrong_ranks_are_named) {
         Processes processes;
         const int port = free_port();
         for (const auto& [rank, size] : c.ranks)
-            processes.start([&, rank = rank, size = size] { return meet_all(local_place(rank, size, port), {}, 1); });
+            processes.start([&, rank = rank, size = size] {
+                return meet_all(local_place(rank, size, port), {}, 1);
+            });
         processes.check(std::vector<int>(c.ranks.size(), 1), c.says);
     }
 }
 
 TEST(a_port_is_another_programs_at_first) {
     const int port = free_port(), fd = listen_at("127.0.0.1", port);
-    CHECK_ERROR(rendezvous(local_place(0, 2, port), {}, ""), "Address already in use; set MASTER_ADDR");
+    CHECK_ERROR(rendezvous(local_place(0, 2, port), {}, ""),
+                "Address already in use; set MASTER_ADDR");
     Processes ranks;
     ranks.start([&] {
         close(fd);
@@ -388,8 +429,8 @@ TEST(a_port_is_another_programs_at_first) {
     close(guest);
 }
 
-// A connection that nobody refuses and nobody accepts, as behind a firewall. Here a listener's queue
-// is full.
+// A connection that nobody refuses and nobody accepts, as behind a firewall. Here a listener's
+// queue is full.
 TEST(a_silent_address_takes_no_more_than_the_patience) {
     const int port = free_port();
     const int listener = listen_at("127.0.0.1", port);
@@ -419,14 +460,16 @@ TEST(a_silent_address_takes_no_more_than_the_patience) {
     ranks.check({0, 0});
 }
 
-// Strangers stay or go while rank 0 waits. They are silent, say a part of a hello, or anything. None gets an answer.
+// Strangers stay or go while rank 0 waits. They are silent, say a part of a hello, or anything.
+// None gets an answer.
 TEST(strangers_at_the_port) {
     const int port = free_port();
     Processes ranks, flood;
     ranks.start([&] { return meet_all(local_place(0, 2, port, "secret")); });
     const std::string wrong("Secret\0001\0002\000rank\000here\0", 21);
     std::vector<std::string> say = {"", "GET / HTTP/1.1\r\n\r\n", std::string(1000, '\0')};
-    for (size_t n = 0; n <= wrong.size(); n++) say.push_back(wrong.substr(0, n));
+    for (size_t n = 0; n <= wrong.size(); n++)
+        say.push_back(wrong.substr(0, n));
     std::vector<int> stay;
     for (int i = 0; i < 300; i++) {
         const std::string& text = say[i % say.size()];
@@ -440,11 +483,14 @@ TEST(strangers_at_the_port) {
     flood.start([&] {
         const int fd = connect_and_say(port, "");
         const std::string much(100 << 20, 'x');
-        return send(fd, much.data(), much.size(), MSG_NOSIGNAL) == ssize_t(much.size());  // taken without end
+        return send(fd, much.data(), much.size(), MSG_NOSIGNAL) ==
+               ssize_t(much.size());  // taken without end
     });
     flood.check({0});
-    CHECK_ERROR(rendezvous(local_place(1, 2, port, "guess"), {}, "", 0.3), "is not rank 0 of this job");
-    for (int rank : {-1, 2}) CHECK_ERROR(rendezvous(local_place(rank, 2, port, "secret"), {}, ""), "is one too many");
+    CHECK_ERROR(rendezvous(local_place(1, 2, port, "guess"), {}, "", 0.3),
+                "is not rank 0 of this job");
+    for (int rank : {-1, 2})
+        CHECK_ERROR(rendezvous(local_place(rank, 2, port, "secret"), {}, ""), "is one too many");
     ranks.start([&] { return rendezvous(local_place(1, 2, port, "secret"), {}, "") != kBlob; });
     ranks.check({0, 0});
     for (int fd : stay) {
@@ -489,10 +535,12 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
         say("works");
     });
     // It works for longer than it may hang, is allowed to stand still, and hangs.
-    const std::string hangs = "worked\nstood still\ntrain_gpt2cu: rank 3 at step 12: no progress for 2 s; the job ends\n";
+    const std::string hangs =
+        "worked\nstood still\ntrain_gpt2cu: rank 3 at step 12: no progress for 2 s; the job ends\n";
     check(1, hangs, [&](Watchdog& dog) {
         dog.allow(2);
-        for (int i = 0; i < 40; i++, sleep_for(0.1)) note_progress();
+        for (int i = 0; i < 40; i++, sleep_for(0.1))
+            note_progress();
         say("worked");
         dog.allow(0);
         sleep_for(3);
@@ -525,7 +573,8 @@ TEST(a_rank_without_a_thread_to_spare_has_no_watchdog) {
 }
 
 int main(int argc, char** argv) {
-    if (argc == 3 && std::string(argv[1]) == "--child") return run_program("child", [&] { return child(argv[2]); });
+    if (argc == 3 && std::string(argv[1]) == "--child")
+        return run_program("child", [&] { return child(argv[2]); });
     if (argc == 3 && std::string(argv[1]) == "--process")
         return process(argv[2]);
     return test::main(argc, argv);

@@ -1,6 +1,6 @@
-// Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes and files are
-// checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on
-// any machine.
+// Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes
+// and files are checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume,
+// sampling and errors are tested on any machine.
 #include <fcntl.h>
 #include <sys/stat.h>
 
@@ -21,7 +21,8 @@ namespace {
 // A model that has taken one step.
 const std::string& model() {
     static const std::string out = dir() + "/model", path = model_path(out, 1);
-    if (!exists(path)) CHECK_RUN(run(tiny() + "-x 1 -o " + out), 0, "checkpoint");
+    if (!exists(path))
+        CHECK_RUN(run(tiny() + "-x 1 -o " + out), 0, "checkpoint");
     return path;
 }
 
@@ -36,32 +37,39 @@ void check_commands(const std::vector<Command>& commands) {
         const Result r = run(c.arguments);
         const std::string error = r.out.substr(std::min(r.out.find("train_gpt2cu:"), r.out.size()));
         CHECK_RUN((Result{r.code, c.code ? error : r.out}), c.code, c.says);
-        if (!contains(c.arguments, "--gpus")) CHECK(std::count(error.begin(), error.end(), '\n') == (c.code ? 1 : 0));
-        if (test::failed_checks() > failed) std::printf("  by ./train_gpt2cu %s\n", c.arguments.c_str());
+        if (!contains(c.arguments, "--gpus"))
+            CHECK(std::count(error.begin(), error.end(), '\n') == (c.code ? 1 : 0));
+        if (test::failed_checks() > failed)
+            std::printf("  by ./train_gpt2cu %s\n", c.arguments.c_str());
     }
 }
 
 // -------------------------------------------------------------------------------------------------
-// Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two. What CPU ranks compute is
-// checked elsewhere, because dev/test_recipe compares it with fp64.
+// Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two.
+// What CPU ranks compute is checked elsewhere, because dev/test_recipe compares it with fp64.
 
 std::string small_steps(const std::string& device) {
-    return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " + text_file() + " ";
+    return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " +
+           text_file() + " ";
 }
 const std::string kRanks = small_steps("cpu") + "-k constant -u 0 ",
                   kGpus = small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
 // How many GPUs to use, 2 or 4.
 int two_gpus() {
     const int gpus = Cuda::count();
-    if (gpus < 2) SKIP("%d GPUs", gpus);
+    if (gpus < 2)
+        SKIP("%d GPUs", gpus);
     return gpus < 4 ? 2 : 4;
 }
 
-// The largest |a − b|/b of the losses that two runs logged, each of them `count`. Otherwise NaN, which is near nothing.
+// The largest |a − b|/b of the losses that two runs logged, each of them `count`. Otherwise NaN,
+// which is near nothing.
 double apart(const std::string& run, const std::string& other, const char* kind, size_t count) {
-    const std::vector<double> a = values(run, kind, "loss_nats"), b = values(other, kind, "loss_nats");
+    const std::vector<double> a = values(run, kind, "loss_nats"),
+                              b = values(other, kind, "loss_nats");
     double worst = a.size() == count && b.size() == count ? 0 : NAN;
-    for (size_t i = 0; i < std::min(a.size(), b.size()); i++) keep_worst(worst, std::fabs(a[i] - b[i]) / b[i]);
+    for (size_t i = 0; i < std::min(a.size(), b.size()); i++)
+        keep_worst(worst, std::fabs(a[i] - b[i]) / b[i]);
     return worst;
 }
 
@@ -75,7 +83,8 @@ std::string as_rank(int rank, int size, int port) {
 // -------------------------------------------------------------------------------------------------
 // Options
 
-// What the program makes of arguments: the options that no longer have their defaults, or what is wrong.
+// What the program makes of arguments: the options that no longer have their defaults, or what is
+// wrong.
 static std::string parsed(const std::vector<std::string>& arguments) {
     Options o, fresh;
     try {
@@ -85,7 +94,8 @@ static std::string parsed(const std::vector<std::string>& arguments) {
     }
     std::istringstream lines(options_changed(o.table(), fresh.table()));
     std::string changed;
-    for (std::string line; std::getline(lines, line);) changed += line.substr(std::min<size_t>(line.size(), 17));
+    for (std::string line; std::getline(lines, line);)
+        changed += line.substr(std::min<size_t>(line.size(), 17));
     return changed;
 }
 
@@ -97,18 +107,23 @@ TEST(arguments_and_their_errors) {
         {{}, ""},
         {{"-i", "x", "--train-data="}, "--train-data (-i) is given twice"},
         {{"--no-shuffle=1", "-a", "0"}, "  --no-shuffle"},
-        {{"-a", "-b", "7"}, "  --batch 7  --overfit"},                           // a flag takes 0 or 1, no option
+        // a flag takes 0 or 1, no option
+        {{"-a", "-b", "7"}, "  --batch 7  --overfit"},
         {{"--train-data=runs/lr=1e-3.bin"},
          "  --train-data 'runs/lr=1e-3.bin'"},  // the first = ends the name
-        {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},     // the ends of ranges
-        {{"-q", "1.00000001"}, "--final-lr (-q): \"1.00000001\" is out of range 0..1"},  // 1 as a float
+        // the ends of ranges
+        {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},
+        // 1 as a float
+        {{"-q", "1.00000001"}, "--final-lr (-q): \"1.00000001\" is out of range 0..1"},
         {{"-q", "-1e-8"}, "--final-lr (-q): \"-1e-8\" is out of range 0..1"},
         {{"-r", "3"}, "--recompute (-r): \"3\" is out of range 0..2"},
         {{"--eval-only=yes"}, "--eval-only: \"yes\" is not 0 or 1"},
         {{"--prompt", "a b=c"}, "  --prompt 'a b=c'"},
-        {{"--train-data=--batch"}, "  --train-data --batch"},  // how to give a value that looks like an option
+        // how to give a value that looks like an option
+        {{"--train-data=--batch"}, "  --train-data --batch"},
         {{"-b", "8", "--help", "--nonsense"}, "  --batch 8"},  // --help ends it
-        {{"-a", "data.bin"}, "unknown option data.bin; see --help, for llm.c's FROM_LLMC.md, and quote patterns"},
+        {{"-a", "data.bin"},
+         "unknown option data.bin; see --help, for llm.c's FROM_LLMC.md, and quote patterns"},
         {{"-b"}, "--batch (-b) needs a value"},
         {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value"},
         {{"-i", "-nk", "3"}, "--train-data (-i) needs a value"},
@@ -140,13 +155,15 @@ TEST(arguments_and_their_errors) {
          "  --val-every 0  --sample-every 0"},
         {{"-v", "-1", "-s", "-1", "-z", "1", "-r", "1"}, "  --zero 1"}};
     std::set<void*> values;  // each has its own
-    for (const Option& o : Options().table()) values.insert(o.value);
+    for (const Option& o : Options().table())
+        values.insert(o.value);
     CHECK(values.size() == Options().table().size());
     for (const auto& [arguments, result] : cases) {
         const std::string found = parsed(arguments);
         const bool is_error = !result.empty() && result[0] != ' ';
         if (is_error ? found.find(result) != 0 : found != result)
-            test::report(__FILE__, __LINE__, format("expected \"%s\", got \"%s\"", result.c_str(), found.c_str()));
+            test::report(__FILE__, __LINE__,
+                         format("expected \"%s\", got \"%s\"", result.c_str(), found.c_str()));
     }
     for (const char* value : {"", "x", "3x", " 3", "3.5", "1e3", "0x10", "+3", "-"})
         CHECK(parsed({"-b", value}) == format("--batch (-b): \"%s\" is not an integer", value));
@@ -211,7 +228,8 @@ TEST(usage_errors_exit_with_2) {
     const std::string generate = with_model + "--generate 5 ";
     check_commands({
         {0, "-h", "usage: train_gpt2cu"},
-        {0, "--version", "train_gpt2cu " + shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1 | tr -d '\\n'").out},
+        {0, "--version",
+         "train_gpt2cu " + shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1 | tr -d '\\n'").out},
         {2, "-h 1", "train_gpt2cu: unknown option -h"},
         {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
         {2, "--bat 4", "train_gpt2cu: unknown option --bat; see --help"},
@@ -248,17 +266,22 @@ TEST(usage_errors_exit_with_2) {
         {2, kRanks + "--memory --gpus 4 --context-parallel 3", "use --gpus 6"},
         // an int must be able to count a step's tokens, and a quarter of its range a micro-batch's
         {0, "--device cpu -e tiny --memory --gpus 4 -b 65535 -t 8192", ""},
-        {2, "--device cpu -e tiny --memory --gpus 5 -b 65535 -t 8192", "too many tokens for a step"},
+        {2, "--device cpu -e tiny --memory --gpus 5 -b 65535 -t 8192",
+         "too many tokens for a step"},
         {2, "--device cpu -e tiny --memory -b 65536 -t 8192", "too many tokens for a micro-batch"},
-        {2, "--device cpu -e tiny --memory -b 65536 -t 4194304", "too many tokens for a micro-batch"},
+        {2, "--device cpu -e tiny --memory -b 65536 -t 4194304",
+         "too many tokens for a micro-batch"},
         {2, kRanks + "--memory -t 36 --gpus 4 --context-parallel 4", "use -t 32"},
-        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --attention naive", "--attention flash"},
+        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --attention naive",
+         "--attention flash"},
         {2, kRanks + "--memory --gpus 2 --context-parallel 2 --hellaswag x", "--hellaswag"},
     });
     for (const char* never_made : {"/evaluated", "/generated"})
         CHECK(!exists(dir() + never_made));
-    CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2, "--device cpu has one rank: leave out --gpus");
-    CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
+    CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2,
+              "--device cpu has one rank: leave out --gpus");
+    CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2,
+              "started 3 ranks");
     CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
 }
 
@@ -287,8 +310,10 @@ TEST(other_errors_exit_with_1) {
     mkfifo(pipe.c_str(), 0600);
     for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "})
         check_commands({{1, tiny() + "-x 1 " + option + pipe, pipe + ": not a regular file"}});
-    const std::string why = exists("/dev/nvidiactl") ? "" : "--device cuda: no NVIDIA driver was found";
-    if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
+    const std::string why =
+        exists("/dev/nvidiactl") ? "" : "--device cuda: no NVIDIA driver was found";
+    if (Cuda::count() == 0)
+        check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
     CHECK(contains(missing_kernels(90, false), "make ARCH=90a") && !*missing_kernels(90, true) &&
           !*missing_kernels(80, false));
     CHECK(read_file(logged + "/log.jsonl") == "{}\n");
@@ -296,13 +321,15 @@ TEST(other_errors_exit_with_1) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }
 
-// A stream that is closed does not become the log, and one that cannot be written does not go unnoticed.
+// A stream that is closed does not become the log, and one that cannot be written does not go
+// unnoticed.
 TEST(standard_streams_may_be_closed_or_full) {
     const std::string out = dir() + "/closed", command = "./train_gpt2cu " + tiny() + "-x 2 ";
     CHECK_RUN(shell(command + "-o " + out + " <&- >&- 2>&-"), 0, "");
     CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
     for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
-        CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
+        CHECK_RUN(shell(full + " >/dev/full"), 1,
+                  "train_gpt2cu: stdout: a line could not be written");
 }
 
 // What a command prints into a pipe that is full at first, and that another program has made
@@ -334,23 +361,30 @@ static Result into_full_pipe(const std::string& arguments) {
     return {process.wait()[0], text.substr(std::min(filling.size(), text.size()))};
 }
 TEST(no_line_is_lost_in_a_pipe_that_does_not_block) {
-    for (const std::string& arguments : {std::string("--help"), std::string("--nonsense")}) {  // stdout, stderr
+    for (const std::string& arguments :
+         {std::string("--help"), std::string("--nonsense")}) {  // stdout, stderr
         const Result expected = run(arguments);
         const Result found = into_full_pipe(arguments);
         CHECK(found.code == expected.code && found.out == expected.out);
     }
-    CHECK_RUN(into_full_pipe(tiny() + "-x 3"), 0, "device  ", "step 1/3", "step 3/3", "nothing was kept");
+    CHECK_RUN(into_full_pipe(tiny() + "-x 3"), 0, "device  ", "step 1/3", "step 3/3",
+              "nothing was kept");
 }
 
 TEST(texts_are_streamed) {
-    const std::string generate = "--device cpu -e " + model() + " --generate 50 --prompt 'Twelve chars' ";
-    const auto text = [&](const std::string& options) { return run(generate + "2>/dev/null " + options).out; };
+    const std::string generate =
+        "--device cpu -e " + model() + " --generate 50 --prompt 'Twelve chars' ";
+    const auto text = [&](const std::string& options) {
+        return run(generate + "2>/dev/null " + options).out;
+    };
     CHECK(text("--seed 3 --samples 2") == text("--seed 3") + "---\n" + text("--seed 4"));
     CHECK_RUN(run(generate + "-t 8"), 0, "Twelve chars", " tokens in ", " tokens/s\n");
-    CHECK_RUN(run(generate + "--memory"), 0, "activations  qkv        fp32       4         393216 ");  // 256·3·128 each
+    CHECK_RUN(run(generate + "--memory"), 0,
+              "activations  qkv        fp32       4         393216 ");  // 256·3·128 each
     // Texts without an end: a reader that has enough, and a full disk.
     const std::string endless = generate + "--samples 1000000 ";
-    const Result closed = shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
+    const Result closed =
+        shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
     CHECK_RUN(closed, 0, "Twelve chars", "cannot write: Broken pipe", "code 1\n");
     CHECK_RUN(run(endless + ">/dev/full"), 1, "the text: cannot write: No space left on device");
 }
@@ -400,13 +434,15 @@ TEST(control_characters_reach_files_and_no_terminal) {
     }
 }
 
-// The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
+// The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its
+// data's vocabulary.
 TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
-    for (const auto& [token, vocabulary] :
-         {std::pair{50255, "vocabulary 50257 (padded 50304)"}, {256, "vocabulary 257 (padded 384)"}}) {
+    for (const auto& [token, vocabulary] : {std::pair{50255, "vocabulary 50257 (padded 50304)"},
+                                            {256, "vocabulary 257 (padded 384)"}}) {
         const std::string data = write_shard(dir() + "/shard.bin", std::vector<int>(99, token));
-        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -v 0 -i " + text_file() + " -j " + data), 0, vocabulary,
-                  "sample\n");
+        CHECK_RUN(
+            run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -v 0 -i " + text_file() + " -j " + data), 0,
+            vocabulary, "sample\n");
     }
     CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
 }
@@ -415,13 +451,18 @@ TEST(memory_table_and_profile) {
     // In a layer of d12 a token has 10·768 floats of qkv, atty, residual2, fch and residual3. Its
     // layer norms have four statistics, and lse 12. Outside the layers they are 2·768 + 2. The
     // layer norms' outputs (768 each) and act (4·768) are kept for each layer, or once.
-    const char* qkvw = "parameters   qkvw       fp32      12       21233664        81.00 ";  // 3·768·768·12
-    for (const auto& [options, bytes_per_token] :
-         {std::pair{"d12 -r 0", " 596744.0\n"}, {"gpt2:d12 -r 1", " 461576.0\n"}, {"gpt2:d12 -r 2", " 393992.0\n"}})
-        CHECK_RUN(run(std::string("--device cpu --memory -e ") + options), 0, qkvw, bytes_per_token);
-    // A run has what the table says, and dev/test_gpt2 what is allocated. The moments are as large as the parameters twice.
+    // 3·768·768·12
+    const char* qkvw = "parameters   qkvw       fp32      12       21233664        81.00 ";
+    for (const auto& [options, bytes_per_token] : {std::pair{"d12 -r 0", " 596744.0\n"},
+                                                   {"gpt2:d12 -r 1", " 461576.0\n"},
+                                                   {"gpt2:d12 -r 2", " 393992.0\n"}})
+        CHECK_RUN(run(std::string("--device cpu --memory -e ") + options), 0, qkvw,
+                  bytes_per_token);
+    // A run has what the table says, and dev/test_gpt2 what is allocated. The moments are as large
+    // as the parameters twice.
     const std::string table = run(tiny() + "--memory").out, described = run(tiny() + "-x 0").out;
-    const double total = number_after(described, "\nmemory "), parameters = number_after(described, ": parameters ");
+    const double total = number_after(described, "\nmemory "),
+                 parameters = number_after(described, ": parameters ");
     CHECK(parameters > 2);
     CHECK_NEAR(number_after(table, "total, and activations per token "), total, 0.06);
     CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), 3 * parameters, 0.2);
@@ -447,9 +488,10 @@ TEST(the_next_command_works_where_it_was_printed) {
         std::filesystem::create_symlink(built, here + "/" + link);
 
     const std::pair<std::string, std::string> cases[] = {
-        {"./" + program, "run"},  {program, "lr=1"},         {"gpt2", "found"}, {"gpt2", "-run"},
-        {"gpt2", "-x"},           {"gpt2", "--lr=1"},        {"gpt2", "tiny"},  {"gpt2", "two\nlines"},
-        {"gpt2", "$HOME `x` a b"}, {"gpt2", "\\n'it\"s;|&*"},
+        {"./" + program, "run"},   {program, "lr=1"},      {"gpt2", "found"},
+        {"gpt2", "-run"},          {"gpt2", "-x"},         {"gpt2", "--lr=1"},
+        {"gpt2", "tiny"},          {"gpt2", "two\nlines"}, {"gpt2", "$HOME `x` a b"},
+        {"gpt2", "\\n'it\"s;|&*"},
     };
     for (const auto& [called, out] : cases) {
         const auto in_here = [&](const std::string& command) {
@@ -467,14 +509,16 @@ TEST(the_next_command_works_where_it_was_printed) {
     }
 }
 
-// On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.
-// dev/test_resume has more, on the CPU.
+// On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and
+// position in the data. dev/test_resume has more, on the CPU.
 TEST(resume_is_bit_exact_gpu) {
-    if (Cuda::count() == 0) SKIP("no GPU");
+    if (Cuda::count() == 0)
+        SKIP("no GPU");
     for (const std::string precision : {"bf16", "fp32"}) {
-        const std::string straight = dir() + "/straight_" + precision, resumed = dir() + "/resumed_" + precision;
-        const std::string options = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -k constant -u 0 -i " + text_file() +
-                                    " --precision " + precision + " -o ";
+        const std::string straight = dir() + "/straight_" + precision,
+                          resumed = dir() + "/resumed_" + precision;
+        const std::string options = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -k constant -u 0 -i " +
+                                    text_file() + " --precision " + precision + " -o ";
         CHECK_RUN(run(options + straight + " -x 20"), 0, "step 20/20");
         CHECK_RUN(run(options + resumed + " -x 10"), 0, "step 10/10");
         CHECK_RUN(run(options + resumed + " -x 20 -y 1"), 0, "resumed at step 10");
@@ -485,15 +529,18 @@ TEST(resume_is_bit_exact_gpu) {
     }
 }
 
-// Both interrupts come in the second step, the second one when a second has passed. On one thread that step computes for
-// longer than 50 ms before the first and 50 ms after it, however fast the machine is.
+// Both interrupts come in the second step, the second one when a second has passed. On one thread
+// that step computes for longer than 50 ms before the first and 50 ms after it, however fast the
+// machine is.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
     const std::string out = dir() + "/second";
     signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
     setenv("OMP_THREAD_LIMIT", "1", 1);
     const Result r = run_and_act(
-        "--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
-        "used() { cut -d' ' -f14 /proc/$pid/stat; }; compute() { end=$(($(used) + 5)); while [ $(used) -lt $end ]; do "
+        "--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out,
+        "step 1/",
+        "used() { cut -d' ' -f14 /proc/$pid/stat; }; compute() { end=$(($(used) + 5)); while [ "
+        "$(used) -lt $end ]; do "
         "kill -s CONT $pid; sleep 0.001; kill -s STOP $pid; done; }; "
         "compute; kill -s INT $pid; compute; sleep 1.2; kill -s INT $pid");
     unsetenv("OMP_THREAD_LIMIT");
@@ -503,8 +550,8 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
 // -------------------------------------------------------------------------------------------------
 // Several ranks
 
-// Trains alone and in other ways on the first GPUs. In bf16 a tiny model's losses diverge soon after any difference. If
-// sequences are shared, they may do so by no more than with another seed.
+// Trains alone and in other ways on the first GPUs. In bf16 a tiny model's losses diverge soon
+// after any difference. If sequences are shared, they may do so by no more than with another seed.
 TEST(gpus_train_as_one) {
     const int gpus = two_gpus();
     for (const bool shared : {false, true})
@@ -512,26 +559,38 @@ TEST(gpus_train_as_one) {
             const bool fp32 = precision[0] == 'f';
             const std::string command = kGpus + (shared ? "-b 2 -t 256 -d 1024" : "") +
                                         " -x 20 -v 10 -m 5 --precision " + precision + " ",
-                              one = dir() + format("/gpu_%d_%d", shared, fp32), other_seed = one + "_seed";
+                              one = dir() + format("/gpu_%d_%d", shared, fp32),
+                              other_seed = one + "_seed";
             CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
-            if (shared) CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
-            std::vector<std::string> ways = {"--gpus 2 --zero 0 --overlap 1", "--gpus 2 --zero 1 --overlap 0"};
-            if (fp32) ways.insert(ways.end(), {"--gpus 2 --zero 0 --overlap 0", "--gpus 2 --zero 1 --overlap 1"});
-            if (shared) ways = {"--gpus 2 --context-parallel 2"};
-            for (size_t i = 0, n = ways.size(); gpus == 4 && i < n; i++) ways.push_back("--gpus 4" + ways[i].substr(8));
-            if (shared && gpus == 4) ways.push_back("--gpus 4 --context-parallel 4");
+            if (shared)
+                CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
+            std::vector<std::string> ways = {"--gpus 2 --zero 0 --overlap 1",
+                                             "--gpus 2 --zero 1 --overlap 0"};
+            if (fp32)
+                ways.insert(ways.end(),
+                            {"--gpus 2 --zero 0 --overlap 0", "--gpus 2 --zero 1 --overlap 1"});
+            if (shared)
+                ways = {"--gpus 2 --context-parallel 2"};
+            for (size_t i = 0, n = ways.size(); gpus == 4 && i < n; i++)
+                ways.push_back("--gpus 4" + ways[i].substr(8));
+            if (shared && gpus == 4)
+                ways.push_back("--gpus 4 --context-parallel 4");
             for (size_t i = 0; i < ways.size(); i++) {
                 const std::string several = one + format("_%zu", i);
                 CHECK_RUN(run(command + ways[i] + " -o " + several), 0, "step 20/20");
-                for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}}) {
-                    const double tolerance = fp32 ? 1e-3 : shared ? apart(other_seed, one, kind, count) : 2e-2;
+                for (const auto& [kind, count] :
+                     {std::pair<const char*, size_t>{"train", 20}, {"val", 3}}) {
+                    const double tolerance = fp32     ? 1e-3
+                                             : shared ? apart(other_seed, one, kind, count)
+                                                      : 2e-2;
                     CHECK_NEAR(apart(several, one, kind, count), 0, tolerance);
                 }
             }
         }
 }
 
-// Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank that never stopped.
+// Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank
+// that never stopped.
 static std::string check_regrouped(const std::string& options, int most, double tolerance) {
     const std::string straight = dir() + format("/straight_%g", tolerance), out = straight + "_re";
     CHECK_RUN(run(options + "-v 0 -x 12 -o " + straight), 0, "step 12/12");
@@ -549,8 +608,9 @@ TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
     check_regrouped(kGpus + "--precision bf16 ", two_gpus(), 2e-2);
 }
 
-// Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody is left. Resuming takes
-// as long as a job, so only a job that was killed and one that was told to end go on.
+// Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody
+// is left. Resuming takes as long as a job, so only a job that was killed and one that was told to
+// end go on.
 TEST(a_job_ends_as_a_whole) {
     const int gpus = two_gpus();
     const struct {
@@ -569,44 +629,56 @@ TEST(a_job_ends_as_a_whole) {
     for (const auto& c : cases) {
         const int failed = test::failed_checks();
         const std::string out = dir() + format("/job_%d", ++n), options = kGpus + "-v 0 -o " + out;
-        CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options, "step 5/", c.act), c.code,
-                  c.says);
+        CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options,
+                              "step 5/", c.act),
+                  c.code, c.says);
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());
         const int step = newest_model(out);
         CHECK(step > 0);
-        if (c.resumes) CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0, format("resumed at step %d\n", step));
-        if (test::failed_checks() > failed) std::printf("  in case %d: %s, %s\n", n, c.options, c.act);
+        if (c.resumes)
+            CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0,
+                      format("resumed at step %d\n", step));
+        if (test::failed_checks() > failed)
+            std::printf("  in case %d: %s, %s\n", n, c.options, c.act);
     }
 }
 
-// Two ranks that nobody's parent watches share one GPU. NCCL refuses that on one machine, so it is told that they are on
-// two. A signal to one stops both at one step. If one dies, the other gives up.
+// Two ranks that nobody's parent watches share one GPU. NCCL refuses that on one machine, so it is
+// told that they are on two. A signal to one stops both at one step. If one dies, the other gives
+// up.
 TEST(ranks_by_hand) {
-    if (Cuda::count() == 0) SKIP("no GPU");
+    if (Cuda::count() == 0)
+        SKIP("no GPU");
     int port = 20000 + getpid() % 12000;
     for (const auto& [signal, code] : {std::pair{"TERM", 143}, {"KILL", 1}}) {
         const std::string out = dir() + "/by_hand_" + signal, options = kGpus + "-v 0 -o " + out;
-        std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out + "/log.jsonl; do sleep 0.1; done; }; ";
+        std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out +
+                              "/log.jsonl; do sleep 0.1; done; }; ";
         for (const int rank : {0, 1})
-            command += as_rank(rank, 2, port) + format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
+            command += as_rank(rank, 2, port) +
+                       format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
                        given_once(options + " -x 1000000 --timeout 8") + "& ";
-        const Result r = shell(command + "sign; kill -s " + signal + " $!; wait %1; echo first $?; wait $!");
-        CHECK_RUN(r, code == 1 ? 137 : code, format("first %d\n", code), code == 1 ? "rank 0 at step" : "checkpoint ");
+        const Result r =
+            shell(command + "sign; kill -s " + signal + " $!; wait %1; echo first $?; wait $!");
+        CHECK_RUN(r, code == 1 ? 137 : code, format("first %d\n", code),
+                  code == 1 ? "rank 0 at step" : "checkpoint ");
         port++;
     }
 }
 
 // dev/test_launch has what ranks say to each other, and dev/test_faults differences in the data.
 TEST(ranks_that_differ_are_refused) {
-    if (Cuda::count() == 0) SKIP("no GPU");
-    const std::string changed = dir() + "/changed", options = " " + small_steps("cuda") + "-v 0 -x 2 ";
+    if (Cuda::count() == 0)
+        SKIP("no GPU");
+    const std::string changed = dir() + "/changed",
+                      options = " " + small_steps("cuda") + "-v 0 -x 2 ";
     std::filesystem::copy_file("train_gpt2cu", changed);
     std::ofstream(changed, std::ios::app) << "x";
     int port = 20000 + getpid() % 12000;  // below those that Linux gives to connections
-    for (const auto& [second, what] :
-         {std::pair{changed + options, "program: rank 1"}, {"./train_gpt2cu" + options + "-l 0.5", "--lr: rank 1"}}) {
-        CHECK_RUN(shell(as_rank(0, 2, port) + "./train_gpt2cu" + options + " & " + as_rank(1, 2, port) + second +
-                        "; echo one $?; wait $!; echo zero $?"),
+    for (const auto& [second, what] : {std::pair{changed + options, "program: rank 1"},
+                                       {"./train_gpt2cu" + options + "-l 0.5", "--lr: rank 1"}}) {
+        CHECK_RUN(shell(as_rank(0, 2, port) + "./train_gpt2cu" + options + " & " +
+                        as_rank(1, 2, port) + second + "; echo one $?; wait $!; echo zero $?"),
                   0, "one 1", "zero 1", what);
         port++;
     }
@@ -614,24 +686,30 @@ TEST(ranks_that_differ_are_refused) {
 
 // -------------------------------------------------------------------------------------------------
 
-// The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus recomputes. In 40
-// steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
+// The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus
+// recomputes. In 40 steps a model gets from ln 257 = 5.55 to where it knows the letters'
+// frequencies, nowhere near the floor.
 TEST(default_corpus_without_gpu_shows_its_floor) {
     const Corpus& corpus = builtin_corpus();
     const std::string out = dir() + "/corpus";
     const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + out);
-    CHECK_RUN(r, 0, "train data         built-in corpus, 30.9 M tokens; left",  // and not the other way round
+    // and not the other way round
+    CHECK_RUN(r, 0, "train data         built-in corpus, 30.9 M tokens; left",
               "validation data    built-in corpus, 1.1 M tokens; left", "step 0/40 | val loss 5.",
               format(" | floor %.4f\n", corpus.val_nats));
     const double val = number_after(r.out, "val loss ");
     CHECK(val > 2 && val < 4 && rows(out, "val").size() == 3);
     for (const char* kind : {"run", "val"})
-        for (const double floor : values(out, kind, "floor_nats")) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
+        for (const double floor : values(out, kind, "floor_nats"))
+            CHECK_NEAR(floor, corpus.val_nats, 1e-12);
     // Data of one's own has no known floor. Training data alone has no validation data.
     const std::string own = "--device cpu -e tiny -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 ";
-    const Result val_only = run(own + "-j " + text_file()), train_only = run(own + "-i " + text_file());
-    CHECK_RUN(val_only, 0, "train data         built-in corpus, 30.9 M tokens", "validation data    text file, 100318 tokens");
-    CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens; left out: 13 at the end\nmemory  ");
+    const Result val_only = run(own + "-j " + text_file()),
+                 train_only = run(own + "-i " + text_file());
+    CHECK_RUN(val_only, 0, "train data         built-in corpus, 30.9 M tokens",
+              "validation data    text file, 100318 tokens");
+    CHECK_RUN(train_only, 0,
+              "train data         text file, 100318 tokens; left out: 13 at the end\nmemory  ");
     CHECK(!contains(val_only.out, "floor") && !contains(train_only.out, "val loss"));
 }
 

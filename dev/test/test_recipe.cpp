@@ -1,8 +1,10 @@
-// Tests the recipe from end to end. ./train_gpt2cu trains a small model with every option away from its default, alone
-// and on several ranks. What it logs, prints, samples and saves is compared with fp64 loops of this file. They repeat
-// the model, clipping, AdamW, decay, schedules, validation and sampling. Three things are shared with the program. The
-// layers are layers/cpu in double, which dev/test_reference checks. The gradient is that of the program's model in
-// double, which dev/test_gpt2 checks against finite differences. The order of data is the loader's (dev/test_data).
+// Tests the recipe from end to end. ./train_gpt2cu trains a small model with every option away from
+// its default, alone and on several ranks. What it logs, prints, samples and saves is compared with
+// fp64 loops of this file. They repeat the model, clipping, AdamW, decay, schedules, validation and
+// sampling. Three things are shared with the program. The layers are layers/cpu in double, which
+// dev/test_reference checks. The gradient is that of the program's model in double, which
+// dev/test_gpt2 checks against finite differences. The order of data is the loader's
+// (dev/test_data).
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <climits>
@@ -10,8 +12,8 @@
 #include <numeric>
 #include <set>
 
-#include "train_gpt2.cu"
 #include "dev/test/small_model.h"
+#include "train_gpt2.cu"
 
 namespace {
 
@@ -25,7 +27,8 @@ struct Gpt2 {
     Vec p;
     Cpu cpu{1};
     explicit Gpt2(double end) {
-        for (float x : make_weights(end)) p.push_back(x);
+        for (float x : make_weights(end))
+            p.push_back(x);
     }
     const double* w(int t, int l = 0) const { return p.data() + offset_of(t, l); }
 
@@ -35,18 +38,21 @@ struct Gpt2 {
         Vec x(N * C), ln(N * C), mean(N), rstd(N), qkv(N * 3 * C), atty(N * C), lse(N * NH),
             fch(N * 4 * C), act(N * 4 * C), out(N * C), logits(N * Vp);
         const auto layernorm = [&](int t, int l) {
-            layernorm_forward(cpu, ln.data(), mean.data(), rstd.data(), x.data(), w(t, l), w(t + 1, l), N, C);
+            layernorm_forward(cpu, ln.data(), mean.data(), rstd.data(), x.data(), w(t, l),
+                              w(t + 1, l), N, C);
         };
         const auto add_linear = [&](const Vec& from, int t, int l) {
-            matmul_forward(cpu, out.data(), from.data(), w(t, l), w(t + 1, l), N, from.size() / N, C);
-            for (size_t i = 0; i < x.size(); i++) x[i] += out[i];
+            matmul_forward(cpu, out.data(), from.data(), w(t, l), w(t + 1, l), N, from.size() / N,
+                           C);
+            for (size_t i = 0; i < x.size(); i++)
+                x[i] += out[i];
         };
         encoder_forward(cpu, x.data(), tokens, w(WTE), w(WPE), 1, n, C);
         for (int l = 0; l < L; l++) {
             layernorm(LN1W, l);
             matmul_forward(cpu, qkv.data(), ln.data(), w(QKVW, l), w(QKVB, l), N, C, 3 * C);
-            attention_forward<double>(cpu, Attention::flash, atty.data(), lse.data(), nullptr, qkv.data(), 1, n, n, NH,
-                                      HS);
+            attention_forward<double>(cpu, Attention::flash, atty.data(), lse.data(), nullptr,
+                                      qkv.data(), 1, n, n, NH, HS);
             add_linear(atty, ATTPROJW, l);
             layernorm(LN2W, l);
             matmul_forward(cpu, fch.data(), ln.data(), w(FCW, l), w(FCB, l), N, C, 4 * C);
@@ -67,13 +73,15 @@ struct Gpt2 {
     double mean_loss(const std::vector<Tokens>& windows) {
         double sum = 0;
         for (const Tokens& window : windows)
-            for (double x : losses(window.data(), T)) sum += x;
+            for (double x : losses(window.data(), T))
+                sum += x;
         return sum / T / windows.size();
     }
     // Its gradient.
     Vec gradient(const std::vector<Tokens>& windows) {
         const int B = windows.size();
-        GPT2<Cpu, double> model(cpu, {kPositions, V, Vp, L, NH, C}, {.B = B, .T = T, .training = true});
+        GPT2<Cpu, double> model(cpu, {kPositions, V, Vp, L, NH, C},
+                                {.B = B, .T = T, .training = true});
         model.allocate();
         std::copy(p.begin(), p.end(), model.weights().wte);
         std::vector<int> batch(model.batch_ints());
@@ -86,14 +94,16 @@ struct Gpt2 {
         model.train_micro_batches();
         return Vec(model.gradients().wte, model.gradients().wte + kParameters);
     }
-    // The mean loss of each ending's tokens, without the context's. The answer is the ending with the least.
+    // The mean loss of each ending's tokens, without the context's. The answer is the ending with
+    // the least.
     Vec ending_losses(const Choice& c) {
         Vec means;
         for (const Tokens& ending : c.endings) {
             Tokens text = c.context;
             text.insert(text.end(), ending.begin(), ending.end());
             const Vec all = losses(text.data(), text.size() - 1);
-            means.push_back(std::accumulate(all.end() - ending.size(), all.end(), 0.0) / ending.size());
+            means.push_back(std::accumulate(all.end() - ending.size(), all.end(), 0.0) /
+                            ending.size());
         }
         return means;
     }
@@ -107,11 +117,13 @@ int answer_of(const Vec& losses) {
 
 // A few tokens after the last whole window belong to no window.
 constexpr int kTrainWindows = 20, kValWindows = 23;
-const Tokens kTrain = make_tokens(kTrainWindows * T + 6, 1), kVal = make_tokens(kValWindows * T + 4, 2);
+const Tokens kTrain = make_tokens(kTrainWindows * T + 6, 1),
+             kVal = make_tokens(kValWindows * T + 4, 2);
 
 std::vector<Tokens> val_windows(int n) {
     std::vector<Tokens> windows;
-    for (int w = 0; w < n; w++) windows.emplace_back(&kVal[w * T], &kVal[w * T] + T + 1);
+    for (int w = 0; w < n; w++)
+        windows.emplace_back(&kVal[w * T], &kVal[w * T] + T + 1);
     return windows;
 }
 const std::vector<Choice> kChoices = [] {
@@ -119,14 +131,16 @@ const std::vector<Choice> kChoices = [] {
     for (int i = 0; i < 7; i++) {
         choices[i].index = i, choices[i].label = (i * 5 + 1) % 4;
         choices[i].context = make_tokens(3 + i, 30 + i);
-        for (int e = 0; e < 4; e++) choices[i].endings.push_back(make_tokens(2 + (i + 3 * e) % 5, 50 + 4 * i + e));
+        for (int e = 0; e < 4; e++)
+            choices[i].endings.push_back(make_tokens(2 + (i + 3 * e) % 5, 50 + 4 * i + e));
     }
     write_choices(dir() + "/choices.bin", choices);
     return choices;
 }();
 
 // The options that name them.
-const std::string kTrainOptions = format("--device cpu -t %d -i ", T) + write_shard(dir() + "/train.bin", kTrain) + " ";
+const std::string kTrainOptions =
+    format("--device cpu -t %d -i ", T) + write_shard(dir() + "/train.bin", kTrain) + " ";
 const std::string kValOptions = "-j " + write_shard(dir() + "/val.bin", kVal) + " ";
 const std::string kQuestionOptions = "--hellaswag " + dir() + "/choices.bin ";
 const std::string kModelOptions = "-e " + model_file(kEndOften) + " ";
@@ -143,30 +157,37 @@ std::string text_of(const std::string& row) {
 Vec floats_at_the_end(const std::string& path, size_t n) {
     const std::string bytes = read_file(path);
     std::vector<float> x(n);
-    if (bytes.size() < n * sizeof(float)) throw Error(path + " is too short");
+    if (bytes.size() < n * sizeof(float))
+        throw Error(path + " is too short");
     std::memcpy(x.data(), bytes.data() + bytes.size() - n * sizeof(float), n * sizeof(float));
     return Vec(x.begin(), x.end());
 }
 
-// Walks along a sample of up to n tokens. Each must be one of the k likeliest after those before it. If a sample is
-// shorter than n, the end of the text must have been one of them too. Returns the place of the least likely, from 1.
-// dev/test_gpt2 sees how often each token is drawn.
-int check_sample(Gpt2& model, int T, int k, const std::string& prompt, const std::string& text, int n) {
+// Walks along a sample of up to n tokens. Each must be one of the k likeliest after those before
+// it. If a sample is shorter than n, the end of the text must have been one of them too. Returns
+// the place of the least likely, from 1. dev/test_gpt2 sees how often each token is drawn.
+int check_sample(Gpt2& model, int T, int k, const std::string& prompt, const std::string& text,
+                 int n) {
     int place = 0;
     CHECK(text.compare(0, prompt.size(), prompt) == 0 && text.size() <= prompt.size() + n);
     Tokens context = {kEnd};
-    for (char c : prompt) context.push_back(c - '!');
-    size_t seen = 0;  // tokens that the model sees: all, and of a text that outgrows T the last half and what follows
+    for (char c : prompt)
+        context.push_back(c - '!');
+    // tokens that the model sees: all, and of a text that outgrows T the last half and what follows
+    size_t seen = 0;
     for (size_t i = prompt.size(); i < std::min(text.size() + 1, prompt.size() + n); i++) {
         const int token = i < text.size() ? text[i] - '!' : kEnd;
         seen = i == prompt.size() ? context.size() : seen < size_t(T) ? seen + 1 : (T + 1) / 2;
-        const Vec logits = model.logits(context.data() + context.size() - seen, static_cast<int>(seen));
+        const Vec logits =
+            model.logits(context.data() + context.size() - seen, static_cast<int>(seen));
         const double* const last = &logits.at(logits.size() - Vp);
-        if (token < 0 || token >= V) throw Error("a token that has no probability");
+        if (token < 0 || token >= V)
+            throw Error("a token that has no probability");
         const auto likelier = [&](double x) { return x > last[token] + 1e-4; };
         place = std::max<int>(place, std::count_if(last, last + V, likelier) + 1);
         if (place > k)
-            test::report(__FILE__, __LINE__, format("token %zu of \"%s\" has place %d", i, text.c_str(), place));
+            test::report(__FILE__, __LINE__,
+                         format("token %zu of \"%s\" has place %d", i, text.c_str(), place));
         context.push_back(token);
     }
     return place;
@@ -176,16 +197,19 @@ int check_sample(Gpt2& model, int T, int k, const std::string& prompt, const std
 void check_lines(const std::string& text, const std::string& out, int steps, int tokens_per_step) {
     for (const char* kind : {"train", "val"})
         for (const std::string& row : rows(out, kind)) {
-            const double ms = value(row, "step_ms"), rate = value(row, "tokens_per_s"), loss = value(row, "loss_nats");
+            const double ms = value(row, "step_ms"), rate = value(row, "tokens_per_s"),
+                         loss = value(row, "loss_nats");
             std::string line = format("val loss %.4f\n", loss);
             if (*kind == 't') {
                 CHECK_NEAR(rate, tokens_per_step / (ms / 1000), 1e-9 * rate);
                 CHECK(contains(row, "\"mfu_percent\": null"));
-                line = format("loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU n/a | ETA ", loss,
-                              value(row, "grad_norm"), value(row, "lr"), ms, rate);
+                line = format(
+                    "loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU n/a | ETA ", loss,
+                    value(row, "grad_norm"), value(row, "lr"), ms, rate);
             }
             line = format("step %.0f/%d | ", value(row, "step"), steps) + line;
-            if (!contains(text, line)) test::report(__FILE__, __LINE__, out + ": not printed: " + line);
+            if (!contains(text, line))
+                test::report(__FILE__, __LINE__, out + ": not printed: " + line);
         }
 }
 
@@ -195,25 +219,32 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
 constexpr int kSteps = 24;
 
 double rate(const Options& o, int step) {
-    if (step < o.warmup) return o.lr / o.warmup * (step + 1);
-    const double x = double(step - o.warmup) / (kSteps - 1 - o.warmup);  // 0 after warm-up, 1 at the last step
+    if (step < o.warmup)
+        return o.lr / o.warmup * (step + 1);
+    // 0 after warm-up, 1 at the last step
+    const double x = double(step - o.warmup) / (kSteps - 1 - o.warmup);
     const double low = o.lr * o.final_lr;
-    if (o.schedule == "cosine") return low + (o.lr - low) * std::pow(std::cos(M_PI / 2 * x), 2);
-    if (o.schedule == "linear") return low * x + o.lr * (1 - x);
+    if (o.schedule == "cosine")
+        return low + (o.lr - low) * std::pow(std::cos(M_PI / 2 * x), 2);
+    if (o.schedule == "linear")
+        return low * x + o.lr * (1 - x);
     // llm.c's wsd falls from step 19 of 24 on, because 19 is the whole part of 0.8·24.
-    if (o.schedule == "wsd" && step > 19) return low + (o.lr - low) * (1 - std::sqrt((step - 19) / 5.0));
+    if (o.schedule == "wsd" && step > 19)
+        return low + (o.lr - low) * (1 - std::sqrt((step - 19) / 5.0));
     return o.lr;
 }
 
-// Repeats the training in double and compares it with what the program wrote. `meant` are the options of the run, those
-// at their defaults too. `clipped` is how many steps must have been clipped, or −1 for some. Two ranks that share
-// sequences answer no questions. One of them writes the samples alone, so it sees half as many tokens.
-void check_recipe(const std::string& options, const std::string& meant, const std::string& out, int clipped) {
+// Repeats the training in double and compares it with what the program wrote. `meant` are the
+// options of the run, those at their defaults too. `clipped` is how many steps must have been
+// clipped, or −1 for some. Two ranks that share sequences answer no questions. One of them writes
+// the samples alone, so it sees half as many tokens.
+void check_recipe(const std::string& options, const std::string& meant, const std::string& out,
+                  int clipped) {
     std::istringstream words(meant);
     const Options o = options_of({std::istream_iterator<std::string>(words), {}});
     const bool questions = o.context_parallel == 1;
-    const Result result = run(kTrainOptions + kValOptions + (questions ? kQuestionOptions : "") + kModelOptions +
-                              options + format(" -x %d -o ", kSteps) + out);
+    const Result result = run(kTrainOptions + kValOptions + (questions ? kQuestionOptions : "") +
+                              kModelOptions + options + format(" -x %d -o ", kSteps) + out);
     CHECK_RUN(result, 0, "checkpoint");
     check_lines(result.out, out, kSteps, o.tokens_per_step);
     Gpt2 model(kEndOften);
@@ -227,18 +258,24 @@ void check_recipe(const std::string& options, const std::string& meant, const st
     };
     const auto watch = [&](int step) {
         if (step % o.val_every == 0 || step == kSteps) {
-            const int windows = o.val_batches < 0 ? kValWindows : std::min(o.val_batches * o.B, kValWindows);
+            const int windows =
+                o.val_batches < 0 ? kValWindows : std::min(o.val_batches * o.B, kValWindows);
             CHECK_NEAR(value(row("val", vals), "step"), step, 0);
-            CHECK_NEAR(value(row("val", vals), "loss_nats"), model.mean_loss(val_windows(windows)), 5e-6);
+            CHECK_NEAR(value(row("val", vals), "loss_nats"), model.mean_loss(val_windows(windows)),
+                       5e-6);
             int correct = 0;
-            for (const Choice& c : kChoices) correct += answer_of(model.ending_losses(c)) == c.label;
-            if (questions) CHECK_NEAR(value(row("hellaswag", vals), "step"), step, 0);
-            if (questions) CHECK_NEAR(value(row("hellaswag", vals), "correct"), correct, 0);
+            for (const Choice& c : kChoices)
+                correct += answer_of(model.ending_losses(c)) == c.label;
+            if (questions)
+                CHECK_NEAR(value(row("hellaswag", vals), "step"), step, 0);
+            if (questions)
+                CHECK_NEAR(value(row("hellaswag", vals), "correct"), correct, 0);
             vals++;
         }
         if (step > 0 && (step % o.sample_every == 0 || step == kSteps)) {
             CHECK_NEAR(value(row("sample", samples), "step"), step, 0);
-            check_sample(model, T / o.context_parallel, 1, o.prompt, text_of(row("sample", samples)), o.sample_length);
+            check_sample(model, T / o.context_parallel, 1, o.prompt,
+                         text_of(row("sample", samples)), o.sample_length);
             samples++;
         }
     };
@@ -258,7 +295,8 @@ void check_recipe(const std::string& options, const std::string& meant, const st
         const double loss = model.mean_loss(windows);
         const Vec g = model.gradient(windows);
         double norm = 0;
-        for (double x : g) norm += x * x;
+        for (double x : g)
+            norm += x * x;
         norm = std::sqrt(norm);
         const std::string logged = row("train", step);
         CHECK_NEAR(value(logged, "step"), step + 1, 0);
@@ -268,7 +306,8 @@ void check_recipe(const std::string& options, const std::string& meant, const st
         const double clip = o.max_norm > 0 && norm > o.max_norm ? o.max_norm / norm : 1;
         found_clipped += clip < 1;
         for (int t = WTE; t <= LNFB; t++)
-            for (size_t i = offset_of(t); i < offset_of(t) + kTensors[t].size * kTensors[t].layers; i++) {
+            for (size_t i = offset_of(t); i < offset_of(t) + kTensors[t].size * kTensors[t].layers;
+                 i++) {
                 m[i] = 0.9 * m[i] + 0.1 * clip * g[i];
                 v[i] = o.beta2 * v[i] + (1 - o.beta2) * std::pow(clip * g[i], 2);
                 const double m_hat = m[i] / (1 - std::pow(0.9, step + 1)),
@@ -278,7 +317,8 @@ void check_recipe(const std::string& options, const std::string& meant, const st
             }
         watch(step + 1);
     }
-    CHECK(row("train", kSteps).empty() && row("val", vals).empty() && row("sample", samples).empty());
+    CHECK(row("train", kSteps).empty() && row("val", vals).empty() &&
+          row("sample", samples).empty());
     CHECK(clipped < 0 ? found_clipped > 2 && found_clipped < kSteps - 2 : found_clipped == clipped);
 
     // For each tensor this compares how far the parameters went, and both moments.
@@ -289,17 +329,21 @@ void check_recipe(const std::string& options, const std::string& meant, const st
             const size_t at = offset_of(t, l), n = kTensors[t].size;
             Vec went(n), wanted(n);
             for (size_t i = 0; i < n; i++) {
-                if (t == QKVB && i / C == 1) continue;  // a key's bias gradient is only rounding, which AdamW blows up
+                // a key's bias gradient is only rounding, which AdamW blows up
+                if (t == QKVB && i / C == 1)
+                    continue;
                 went[i] = end[at + i] - start[at + i], wanted[i] = model.p[at + i] - start[at + i];
             }
-            const auto check = [&](const char* what, const double* got, const double* want, double tolerance) {
+            const auto check = [&](const char* what, const double* got, const double* want,
+                                   double tolerance) {
                 double d = 0, sum = 0;
-                for (size_t i = 0; i < n; i++) d += std::pow(got[i] - want[i], 2), sum += want[i] * want[i];
+                for (size_t i = 0; i < n; i++)
+                    d += std::pow(got[i] - want[i], 2), sum += want[i] * want[i];
                 const double error = std::sqrt(sum > 0 ? d / sum : d);
                 if (!(error <= tolerance))
                     test::report(__FILE__, __LINE__,
-                                 format("%s: %s %s of layer %zu: relative error %.1e > %.1e", out.c_str(),
-                                        kTensors[t].name, what, l, error, tolerance));
+                                 format("%s: %s %s of layer %zu: relative error %.1e > %.1e",
+                                        out.c_str(), kTensors[t].name, what, l, error, tolerance));
             };
             check("updates", went.data(), wanted.data(), 1e-4);
             check("m", &moments[at], &m[at], 2e-5);
@@ -309,33 +353,40 @@ void check_recipe(const std::string& options, const std::string& meant, const st
 
 }  // namespace
 
-// All but the last have no option at its default, and the last has all at their defaults. Ranks are grouped in each way.
-// A largest norm of 2e-5 makes gradients so small that AdamW's ε matters. Samples take the likeliest tokens.
+// All but the last have no option at its default, and the last has all at their defaults. Ranks are
+// grouped in each way. A largest norm of 2e-5 makes gradients so small that AdamW's ε matters.
+// Samples take the likeliest tokens.
 TEST(gate_baseline_training_follows_the_recipe) {
     const struct {
         int clipped;
         std::string given, meant = "";  // if it is not the same
-    } cases[] = {
-        {kSteps,
-         "--temperature 0 --gpus 4 --zero 0 --overlap 1 --seed 5 -b 2 -d 256 -k cosine -u 4 -l 0.008 -q 0.3 -c 0.4 "
-         "--beta2 0.8 --max-norm 2e-5 -v 6 -m 3 -s 7 -g 9 --prompt OnceIn"},
-        {-1,
-         "--top-k 1 --gpus 4 --zero 1 --overlap 1 --context-parallel 2 --seed 5 -b 3 -d 192 -k linear -u 1 -l 0.004 "
-         "-q 0.2 -c 0.7 --beta2 0.9 --max-norm 1.02 -v 9 -m 2 -s 5 -g 12 --prompt Xy"},
-        {-1,
-         "--overfit --top-k 1 --gpus 2 --overlap 0 --seed 5 -b 1 -d 64 -k wsd -u 3 -l 0.003 -q 0.4 -c 0.2 --beta2 0.99 "
-         "--max-norm 1.7 -v 12 -m 7 -s 12 -g 5 --prompt a"},
-        {0,
-         "--no-shuffle --temperature 0 --seed 1 -b 1 -d 32 -k constant -u 2 -l 0.002 -q 0.5 -c 0.3 --beta2 0.9 "
-         "--max-norm 0 -v 8 -m -1 -s 24 -g 20 --prompt So"},
-        {-1,
-         "--top-k 1 --gpus 4 --zero 0 --context-parallel 4 --seed 2 -b 2 -d 64 -k linear -u 3 -l 0.002 -q 0.9 -c 0.1 "
-         "--beta2 0.9 --max-norm 1.7 -v 10 -m 2 -s 20 -g 4 --prompt b"},
-        {kSteps, "--temperature 0",
-         "-b 4 -d 64 -u 8 -l 2e-3 -q 0.1 -k cosine -c 0.1 --beta2 0.95 --max-norm 1 --seed 1 -v 2 -m 20 -s 20 -g 700"}};
+    } cases[] = {{kSteps,
+                  "--temperature 0 --gpus 4 --zero 0 --overlap 1 --seed 5 -b 2 -d 256 -k cosine -u "
+                  "4 -l 0.008 -q 0.3 -c 0.4 "
+                  "--beta2 0.8 --max-norm 2e-5 -v 6 -m 3 -s 7 -g 9 --prompt OnceIn"},
+                 {-1,
+                  "--top-k 1 --gpus 4 --zero 1 --overlap 1 --context-parallel 2 --seed 5 -b 3 -d "
+                  "192 -k linear -u 1 -l 0.004 "
+                  "-q 0.2 -c 0.7 --beta2 0.9 --max-norm 1.02 -v 9 -m 2 -s 5 -g 12 --prompt Xy"},
+                 {-1,
+                  "--overfit --top-k 1 --gpus 2 --overlap 0 --seed 5 -b 1 -d 64 -k wsd -u 3 -l "
+                  "0.003 -q 0.4 -c 0.2 --beta2 0.99 "
+                  "--max-norm 1.7 -v 12 -m 7 -s 12 -g 5 --prompt a"},
+                 {0,
+                  "--no-shuffle --temperature 0 --seed 1 -b 1 -d 32 -k constant -u 2 -l 0.002 -q "
+                  "0.5 -c 0.3 --beta2 0.9 "
+                  "--max-norm 0 -v 8 -m -1 -s 24 -g 20 --prompt So"},
+                 {-1,
+                  "--top-k 1 --gpus 4 --zero 0 --context-parallel 4 --seed 2 -b 2 -d 64 -k linear "
+                  "-u 3 -l 0.002 -q 0.9 -c 0.1 "
+                  "--beta2 0.9 --max-norm 1.7 -v 10 -m 2 -s 20 -g 4 --prompt b"},
+                 {kSteps, "--temperature 0",
+                  "-b 4 -d 64 -u 8 -l 2e-3 -q 0.1 -k cosine -c 0.1 --beta2 0.95 --max-norm 1 "
+                  "--seed 1 -v 2 -m 20 -s 20 -g 700"}};
     int i = 0;
     for (const auto& [clipped, given, meant] : cases)
-        check_recipe(given, meant.empty() ? given : meant, dir() + format("/recipe_%d", i++), clipped);
+        check_recipe(given, meant.empty() ? given : meant, dir() + format("/recipe_%d", i++),
+                     clipped);
 }
 
 // A sample takes tokens that are likely after all that the model sees.
@@ -356,8 +407,10 @@ TEST(samples_follow_the_model) {
     for (const auto& c : cases) {
         last = run(generate + c.options + "2>/dev/null").out;
         texts.insert(last);
-        const int place = check_sample(model, c.T, c.k, c.prompt, last.substr(0, last.size() - 1), 250);
-        CHECK(last.size() == std::strlen(c.prompt) + 251 && (c.k == V ? place >= c.most : place == c.most));
+        const int place =
+            check_sample(model, c.T, c.k, c.prompt, last.substr(0, last.size() - 1), 250);
+        CHECK(last.size() == std::strlen(c.prompt) + 251 &&
+              (c.k == V ? place >= c.most : place == c.most));
     }
     CHECK(texts.size() == 6 && run(generate + "--seed 2 2>/dev/null").out == last);
 }
@@ -365,7 +418,8 @@ TEST(samples_follow_the_model) {
 // The second text after the largest seed has the seed after it, which is no int.
 TEST(seeds_of_samples_pass_the_largest_int) {
     const Cpu one_thread(1);
-    GPT2<Cpu, float> model(one_thread, {kPositions, V, Vp, L, NH, C}, {.B = 1, .T = kPositions, .cache = true});
+    GPT2<Cpu, float> model(one_thread, {kPositions, V, Vp, L, NH, C},
+                           {.B = 1, .T = kPositions, .cache = true});
     model.allocate();
     load(model, model_file(kNoEnd));
     const Tokenizer bytes;
@@ -404,8 +458,8 @@ TEST(only_a_new_model_gets_more_positions) {
               format("-t %d", kPositions));
 }
 
-// --eval-only prints the loss over all windows, whatever B and the number of ranks, or over those of -m batches, and the
-// loss of each ending.
+// --eval-only prints the loss over all windows, whatever B and the number of ranks, or over those
+// of -m batches, and the loss of each ending.
 TEST(evaluation_says_what_the_model_loses) {
     Gpt2 model(kEndOften);
     const std::string only = format("--device cpu --eval-only -t %d ", T) + kModelOptions;
@@ -416,23 +470,30 @@ TEST(evaluation_says_what_the_model_loses) {
     } cases[] = {{kValOptions + "-b 3 " + kQuestionOptions, kValWindows, true},
                  {kValOptions + "-b 3 -m 2 --gpus 3 " + kQuestionOptions, 6, true},
                  {kValOptions + "-b 3 -m 5 --gpus 4 --context-parallel 2", 15, false},
-                 {kValOptions + "-b 1", kValWindows, false},  // all, although training takes 20 batches
+                 // all, although training takes 20 batches
+                 {kValOptions + "-b 1", kValWindows, false},
                  {kValOptions + format("-b %d", kValWindows + 5), kValWindows, false},
                  {kQuestionOptions + "-b 3", 0, true}};
     for (const auto& c : cases) {
         const Result r = run(only + c.options);
         CHECK_RUN(r, 0, c.windows ? format("over %d sequences of %d tokens\n", c.windows, T) : "");
-        if (c.windows) CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_windows(c.windows)), 2e-6);
-        CHECK(contains(r.out, "val loss") == (c.windows > 0) && contains(r.out, "hellaswag") == c.questions);
-        if (!c.questions) continue;
+        if (c.windows)
+            CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_windows(c.windows)),
+                       2e-6);
+        CHECK(contains(r.out, "val loss") == (c.windows > 0) &&
+              contains(r.out, "hellaswag") == c.questions);
+        if (!c.questions)
+            continue;
         int correct = 0;
         for (const Choice& q : kChoices) {
             const Vec losses = model.ending_losses(q);
             const int answer = answer_of(losses);
-            const std::string line = format("question %d | answer %d | label %d | losses", q.index, answer, q.label);
+            const std::string line =
+                format("question %d | answer %d | label %d | losses", q.index, answer, q.label);
             correct += answer == q.label;
             CHECK(contains(r.out, line));
-            std::istringstream printed(r.out.substr(std::min(r.out.find(line) + line.size(), r.out.size())));
+            std::istringstream printed(
+                r.out.substr(std::min(r.out.find(line) + line.size(), r.out.size())));
             for (const double loss : losses) {
                 double x = NAN;
                 printed >> x;
@@ -445,7 +506,8 @@ TEST(evaluation_says_what_the_model_loses) {
 
 // Checks what a new model starts from, and that a step's time and rate are those of its tokens.
 TEST(a_new_model_starts_as_gpt2_does) {
-    Vec before[2];  // another matrix, and the same one of the other seed, because no two may be correlated
+    // another matrix, and the same one of the other seed, because no two may be correlated
+    Vec before[2];
     for (int seed : {1, 2}) {
         const std::string out = dir() + format("/new_%d", seed);
         const Result r = run("--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + dir() +
@@ -454,39 +516,50 @@ TEST(a_new_model_starts_as_gpt2_does) {
         const Vec ms = values(out, "train", "step_ms");
         const Vec rate = values(out, "train", "tokens_per_s");
         CHECK(ms.size() == 24 && rate.size() == 24);
-        for (size_t i = 0; i < ms.size(); i++) CHECK_NEAR(rate[i] * ms[i], 1000.0 * 256, 1e-6 * 256000);
+        for (size_t i = 0; i < ms.size(); i++)
+            CHECK_NEAR(rate[i] * ms[i], 1000.0 * 256, 1e-6 * 256000);
         check_lines(r.out, out, 24, 256);
-        const std::vector<int32_t> header = {20240326, 3, 256, 257, 4, 2, 128, 384};  // the tiny model
+        // the tiny model
+        const std::vector<int32_t> header = {20240326, 3, 256, 257, 4, 2, 128, 384};
         CHECK(read_file(model_path(out, 24)).find(bytes_of(header)) == 0);
-        const Vec w =
-            floats_at_the_end(model_path(out, 24), static_cast<size_t>(values(out, "run", "parameters").at(0)));
+        const Vec w = floats_at_the_end(
+            model_path(out, 24), static_cast<size_t>(values(out, "run", "parameters").at(0)));
         const double* at = w.data();
         for (const TensorInFile& t : tensors_in_file(256, 384, 4, 128))
             for (size_t l = 0; l < t.layers; l++, at += t.size) {
                 const std::string name = t.name;
                 if (!t.decays) {
                     const double want = name == "ln1w" || name == "ln2w" || name == "lnfw";
-                    for (size_t i = 0; i < t.size; i++) CHECK_NEAR(at[i], want, 1e-20);
+                    for (size_t i = 0; i < t.size; i++)
+                        CHECK_NEAR(at[i], want, 1e-20);
                     continue;
                 }
                 const size_t n = name == "wte" ? 257 * 128 : t.size;
-                for (size_t i = n; i < t.size; i++) CHECK(at[i] == 0);  // rows that pad the vocabulary
-                const double sigma = name == "attprojw" || name == "fcprojw" ? 0.02 / std::sqrt(8.0) : 0.02;
-                // The normal distribution's first four moments, and the variances of their estimates.
+                // rows that pad the vocabulary
+                for (size_t i = n; i < t.size; i++)
+                    CHECK(at[i] == 0);
+                const double sigma =
+                    name == "attprojw" || name == "fcprojw" ? 0.02 / std::sqrt(8.0) : 0.02;
+                // The normal distribution's first four moments, and the variances of their
+                // estimates.
                 const double expected[5] = {1, 0, 1, 0, 3}, variance[5] = {0, 1, 2, 15, 96};
                 Vec x(at, at + n);
-                for (double& value : x) value /= sigma;
+                for (double& value : x)
+                    value /= sigma;
                 for (int k = 1; k < 5; k++) {
                     double moment = 0;
-                    for (double value : x) moment += std::pow(value, k) / n;
+                    for (double value : x)
+                        moment += std::pow(value, k) / n;
                     CHECK_NEAR(moment, expected[k], 5 * std::sqrt(variance[k] / n));
                 }
                 for (Vec& other : before) {
                     const size_t both = std::min(n, other.size());
-                    CHECK_NEAR(std::inner_product(&x[0], &x[both], other.begin(), 0.0), 0, 5 * std::sqrt(both));
+                    CHECK_NEAR(std::inner_product(&x[0], &x[both], other.begin(), 0.0), 0,
+                               5 * std::sqrt(both));
                 }
                 before[0] = x;
-                if (name == "wte") before[1] = x;
+                if (name == "wte")
+                    before[1] = x;
             }
         CHECK(at == w.data() + w.size());
     }

@@ -1,7 +1,7 @@
-// Tests the CPU reference, the oracle of all other tests. Its own oracle is calculus. Each backward is compared with
-// central differences of its forward in fp64, along random directions and single elements. Each forward is compared
-// with its formula, written the naive way. Outputs that a layer writes start as NaN, and those it adds into start
-// random.
+// Tests the CPU reference, the oracle of all other tests. Its own oracle is calculus. Each backward
+// is compared with central differences of its forward in fp64, along random directions and single
+// elements. Each forward is compared with its formula, written the naive way. Outputs that a layer
+// writes start as NaN, and those it adds into start random.
 //
 // Run: ./dev/test_reference [part of a test's name]
 #include <algorithm>
@@ -12,8 +12,8 @@
 #include <numeric>
 #include <random>
 
-#include "dev/test/finite_difference.h"
 #include "dev/common/test.h"
+#include "dev/test/finite_difference.h"
 #include "layers/cpu/reference.h"
 
 using Vec = std::vector<double>;
@@ -27,7 +27,8 @@ template <class X = double>
 static std::vector<X> randn(size_t n, double sigma = 1, double mean = 0) {
     std::normal_distribution<double> normal(mean, sigma);
     std::vector<X> x(n);
-    for (X& value : x) value = X(float(normal(rng)));
+    for (X& value : x)
+        value = X(float(normal(rng)));
     return x;
 }
 template <class X = double>
@@ -36,12 +37,14 @@ static std::vector<X> poison(size_t n) {
 }
 static std::vector<int> random_tokens(size_t n, int V) {
     std::vector<int> tokens(n);
-    for (int& t : tokens) t = int(rng() % V);
+    for (int& t : tokens)
+        t = int(rng() % V);
     return tokens;
 }
 
 static Vec operator-(Vec a, const Vec& b) {
-    for (size_t i = 0; i < a.size(); i++) a[i] -= b[i];
+    for (size_t i = 0; i < a.size(); i++)
+        a[i] -= b[i];
     return a;
 }
 template <class X>
@@ -51,7 +54,8 @@ static bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
 
 // max|got − want| ≤ tol·max|want|
 template <class X, class Y>
-static void check_close(const std::string& what, const std::vector<X>& got, const std::vector<Y>& want, double tol) {
+static void check_close(const std::string& what, const std::vector<X>& got,
+                        const std::vector<Y>& want, double tol) {
     double worst = 0, scale = 0;
     for (size_t i = 0; i < want.size(); i++) {
         const double error = std::fabs(double(got[i]) - want[i]);
@@ -59,14 +63,15 @@ static void check_close(const std::string& what, const std::vector<X>& got, cons
         scale = std::max(scale, std::fabs(double(want[i])));
     }
     if (got.size() != want.size() || !(worst <= tol * scale))
-        test::report(__FILE__, __LINE__, format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
+        test::report(__FILE__, __LINE__,
+                     format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
 }
 
 // -------------------------------------------------------------------------------------------------
 
-// A layer with all its tensors, in float or double. What it writes starts as NaN, and what it adds into starts random.
-// The names tell what belongs together. The result "dx" is the gradient of the input "x", and the input "dout" weights
-// the result "out" in the loss.
+// A layer with all its tensors, in float or double. What it writes starts as NaN, and what it adds
+// into starts random. The names tell what belongs together. The result "dx" is the gradient of the
+// input "x", and the input "dout" weights the result "out" in the loss.
 template <class X>
 struct Layer {
     struct Tensor {
@@ -76,7 +81,8 @@ struct Layer {
     std::string what;
     std::deque<Tensor> inputs, results;
     std::function<void()> forward, backward = [] {};
-    std::function<void(Layer&)> formula = [](Layer&) {};  // checks the results of a run against their definition
+    // checks the results of a run against their definition
+    std::function<void(Layer&)> formula = [](Layer&) {};
 
     explicit Layer(const std::string& what) : what(what) {}
     Layer(Layer&&) = default;  // and no copy, because the functions hold pointers into the tensors
@@ -94,14 +100,15 @@ struct Layer {
     Tensor& operator[](const std::string& name) {
         for (auto* tensors : {&inputs, &results})
             for (Tensor& t : *tensors)
-                if (t.name == name) return t;
+                if (t.name == name)
+                    return t;
         throw Error(what + " has no tensor " + name);
     }
     void run() { forward(), backward(); }
 };
 
-// Checks a layer's results in double against their formula, and its gradients against finite differences. In float it
-// must come close, and the number of threads may change no bit.
+// Checks a layer's results in double against their formula, and its gradients against finite
+// differences. In float it must come close, and the number of threads may change no bit.
 template <class Make>
 static void check(Make make, double float_tolerance = 2e-6) {
     const uint64_t seed = rng();
@@ -111,14 +118,16 @@ static void check(Make make, double float_tolerance = 2e-6) {
         auto l = make(x);
         const auto before = l.inputs;
         l.run();
-        for (size_t i = 0; i < before.size(); i++) CHECK(same_bits(l.inputs[i].x, before[i].x));
+        for (size_t i = 0; i < before.size(); i++)
+            CHECK(same_bits(l.inputs[i].x, before[i].x));
         return l;
     };
     Layer<double> l = run(0.0, 1);
     const Layer<float> single = run(0.f, 1);
     l.formula(l);
     for (size_t i = 0; i < l.results.size(); i++)
-        check_close(l.what + " " + l.results[i].name, single.results[i].x, l.results[i].x, float_tolerance);
+        check_close(l.what + " " + l.results[i].name, single.results[i].x, l.results[i].x,
+                    float_tolerance);
     const Layer<double> again = run(0.0, 3);
     const Layer<float> single_again = run(0.f, 3);
     for (size_t i = 0; i < l.results.size(); i++)
@@ -130,11 +139,14 @@ static void check(Make make, double float_tolerance = 2e-6) {
         l.forward();
         double sum = 0;
         for (const auto& t : l.inputs)
-            if (t.name[0] == 'd') sum += dot(t.x, l[t.name.substr(1)].x);
+            if (t.name[0] == 'd')
+                sum += dot(t.x, l[t.name.substr(1)].x);
         return sum;
     };
     for (const auto& t : l.results)
-        if (t.name[0] == 'd') check_gradient(l.what + " " + t.name, l[t.name.substr(1)].x.data(), t.x - t.start, loss);
+        if (t.name[0] == 'd')
+            check_gradient(l.what + " " + t.name, l[t.name.substr(1)].x.data(), t.x - t.start,
+                           loss);
 }
 #define CHECK_LAYER(layer, ...) check([&](auto x) { return layer<decltype(x)>(__VA_ARGS__); })
 
@@ -143,7 +155,8 @@ template <class Tensor>
 static void check_column_sums(const Tensor& sums, const Tensor& t) {
     for (size_t c = 0; c < sums.x.size(); c++) {
         double want = sums.start[c];
-        for (size_t i = c; i < t.x.size(); i += sums.x.size()) want += t.x[i];
+        for (size_t i = c; i < t.x.size(); i += sums.x.size())
+            want += t.x[i];
         CHECK_NEAR(sums.x[c], want, 1e-12);
     }
 }
@@ -156,14 +169,19 @@ static Layer<X> encoder_layer(int B, int T, int C, int V, const Positions& at = 
     std::vector<int> plan(encoder_plan_ints(dev, N));
     encoder_plan(dev, plan.data(), tokens.data(), N);
     CHECK(plan == tokens);
-    X *wte = l.input("wte", V * C), *wpe = l.input("wpe", positions * C), *dout = l.input("dout", N * C);
-    X *out = l.written("out", N * C), *dwte = l.added("dwte", V * C), *dwpe = l.added("dwpe", positions * C);
+    X *wte = l.input("wte", V * C), *wpe = l.input("wpe", positions * C),
+      *dout = l.input("dout", N * C);
+    X *out = l.written("out", N * C), *dwte = l.added("dwte", V * C),
+      *dwpe = l.added("dwpe", positions * C);
     l.forward = [=] { encoder_forward(dev, out, tokens.data(), wte, wpe, B, T, C, at); };
-    l.backward = [=] { encoder_backward(dev, dwte, dwpe, nullptr, dout, plan.data(), B, T, C, at); };
+    l.backward = [=] {
+        encoder_backward(dev, dwte, dwpe, nullptr, dout, plan.data(), B, T, C, at);
+    };
     l.formula = [=](Layer<X>&) {
         for (int n = 0; n < N; n++) {
             const int t = n % T, position = t < at.chunk ? at.early + t : at.late + t - at.chunk;
-            for (int c = 0; c < C; c++) CHECK(out[n * C + c] == wte[tokens[n] * C + c] + wpe[position * C + c]);
+            for (int c = 0; c < C; c++)
+                CHECK(out[n * C + c] == wte[tokens[n] * C + c] + wpe[position * C + c]);
         }
     };
     return l;
@@ -179,17 +197,22 @@ static Layer<X> layernorm_layer(int N, int C) {
     X *dweight = l.added("dweight", C), *dbias = l.added("dbias", C);
     l.forward = [=] { layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C); };
     l.backward = [=] {
-        layernorm_backward(dev, dinp, dweight, dbias, sum, nullptr, dout, inp, weight, mean, rstd, N, C);
+        layernorm_backward(dev, dinp, dweight, dbias, sum, nullptr, dout, inp, weight, mean, rstd,
+                           N, C);
     };
     l.formula = [=](Layer<X>& l) {
         for (int n = 0; n < N; n++) {
             double m = 0, variance = 0;
-            for (int c = 0; c < C; c++) m += inp[n * C + c] / C;
-            for (int c = 0; c < C; c++) variance += std::pow(inp[n * C + c] - m, 2) / C;
+            for (int c = 0; c < C; c++)
+                m += inp[n * C + c] / C;
+            for (int c = 0; c < C; c++)
+                variance += std::pow(inp[n * C + c] - m, 2) / C;
             CHECK_NEAR(mean[n], m, 1e-13);
             CHECK_NEAR(rstd[n], 1 / std::sqrt(variance + 1e-5), 1e-13 * rstd[n]);
             for (int i = n * C; i < (n + 1) * C; i++)
-                CHECK_NEAR(out[i], (inp[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C], 1e-12);
+                CHECK_NEAR(out[i],
+                           (inp[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C],
+                           1e-12);
         }
         check_column_sums(l["sum of dinp"], l["dinp"]);
     };
@@ -199,18 +222,22 @@ static Layer<X> layernorm_layer(int N, int C) {
 template <class X>
 static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
     Layer<X> l(format("matmul %s N=%d C=%d OC=%d", name_of(dtype_of<X>()), N, C, OC));
-    X *inp = l.input("inp", N * C), *weight = l.input("weight", OC * C), *bias = l.input("bias", OC);
+    X *inp = l.input("inp", N * C), *weight = l.input("weight", OC * C),
+      *bias = l.input("bias", OC);
     X *dout = l.input("dout", N * OC), *out = l.written("out", N * OC);
     X *dinp = l.written("dinp", N * C), *dweight = l.added("dweight", OC * C);
     const X* residual = with_bias ? nullptr : dout;  // any values will do
-    l.forward = [=] { matmul_forward<X>(dev, out, inp, weight, with_bias ? bias : nullptr, N, C, OC, residual); };
+    l.forward = [=] {
+        matmul_forward<X>(dev, out, inp, weight, with_bias ? bias : nullptr, N, C, OC, residual);
+    };
     l.backward = [=] { matmul_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC); };
     l.formula = [=](Layer<X>& l) {
         Vec out_(N * OC);
         for (int n = 0; n < N; n++)
             for (int o = 0; o < OC; o++) {
                 double& sum = out_[n * OC + o] = with_bias ? bias[o] : residual[n * OC + o];
-                for (int c = 0; c < C; c++) sum += double(inp[n * C + c]) * weight[o * C + c];
+                for (int c = 0; c < C; c++)
+                    sum += double(inp[n * C + c]) * weight[o * C + c];
             }
         check_close(l.what + " out", l["out"].x, out_, 1e-14);
     };
@@ -221,7 +248,8 @@ template <class X>
 static Layer<X> gelu_layer(int N, int C) {
     Layer<X> l("gelu");
     X *inp = l.input("inp", N * C, 2), *dout = l.input("dout", N * C);
-    X *out = l.written("out", N * C), *dinp = l.written("dinp", N * C), *sum = l.added("sum of dinp", C);
+    X *out = l.written("out", N * C), *dinp = l.written("dinp", N * C),
+      *sum = l.added("sum of dinp", C);
     l.forward = [=] { activation_forward(dev, out, inp, N * C); };
     l.backward = [=] { activation_backward<X>(dev, dinp, sum, nullptr, nullptr, inp, dout, N, C); };
     l.formula = [=](Layer<X>& l) {
@@ -238,9 +266,11 @@ static Layer<X> gelu_layer(int N, int C) {
 template <class X>
 static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
     const int B = s.B, Tq = s.Tq, Tk = s.Tk, NH = s.NH, HS = s.HS, unasked = Tk - Tq;
-    Layer<X> l(format("attention Tq=%d Tk=%d HS=%d causal=%d scale=%.3g", Tq, Tk, HS, s.causal, s.scale));
+    Layer<X> l(
+        format("attention Tq=%d Tk=%d HS=%d causal=%d scale=%.3g", Tq, Tk, HS, s.causal, s.scale));
     const size_t n = size_t(B) * Tq * NH * HS, all = size_t(B) * Tk * NH * HS;
-    X *qkv = l.input("qkv", 3 * all, 1, 0.1), *dout = l.input("dout", n), *out = l.written("out", n);
+    X *qkv = l.input("qkv", 3 * all, 1, 0.1), *dout = l.input("dout", n),
+      *out = l.written("out", n);
     X *lse = l.written("lse", B * NH * Tq), *dqkv = l.written("dqkv", 3 * all),
       *bias = l.added("sum of dqkv", 3 * NH * HS);
     const PackedHeads<const X> in = packed<const X>(qkv, Tk, s);
@@ -285,7 +315,8 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
                     for (int j = 0; j < (s.causal ? unasked + i + 1 : Tk); j++)
                         S[j] = scale * std::inner_product(q, q + HS, in.k.row(b, j, h, HS), 0.0);
                     double sum = 0;
-                    for (double x : S) sum += std::exp(x);
+                    for (double x : S)
+                        sum += std::exp(x);
                     lse_[(b * NH + h) * Tq + i] = std::log(sum);
                     for (int d = 0; d < HS; d++) {
                         double o = 0;
@@ -307,8 +338,10 @@ static Layer<X> classifier_layer(int N, int V, int Vp) {
     const X dloss = 0.37f;
     const std::vector<int> targets = random_tokens(N, V);
     X *logits = l.input("logits", N * Vp, 3), *dlosses = l.input("dlosses", N);
-    X *losses = l.written("losses", N), *again = l.written("losses again", N), *dlogits = l.written("dlogits", N * Vp);
-    for (int n = 0; n < N; n++)  // padding is never read. This is +∞, because NaN would hide from max
+    X *losses = l.written("losses", N), *again = l.written("losses again", N),
+      *dlogits = l.written("dlogits", N * Vp);
+    // padding is never read. This is +∞, because NaN would hide from max
+    for (int n = 0; n < N; n++)
         std::fill(logits + n * Vp + V, logits + (n + 1) * Vp, inf);
     std::fill_n(dlosses, N, dloss);
     l.forward = [=] { classifier<X>(dev, logits, losses, targets.data(), 0, N, V, Vp); };
@@ -319,9 +352,12 @@ static Layer<X> classifier_layer(int N, int V, int Vp) {
     l.formula = [=](Layer<X>& l) {
         for (int n = 0; n < N; n++) {
             double sum = 0;
-            for (int i = 0; i < V; i++) sum += std::exp(logits[n * Vp + i]);
-            CHECK_NEAR(losses[n], -std::log(std::exp(logits[n * Vp + targets[n]]) / sum), 1e-13 * (1 + losses[n]));
-            for (int i = V; i < Vp; i++) CHECK(dlogits[n * Vp + i] == 0);
+            for (int i = 0; i < V; i++)
+                sum += std::exp(logits[n * Vp + i]);
+            CHECK_NEAR(losses[n], -std::log(std::exp(logits[n * Vp + targets[n]]) / sum),
+                       1e-13 * (1 + losses[n]));
+            for (int i = V; i < Vp; i++)
+                CHECK(dlogits[n * Vp + i] == 0);
         }
         CHECK(same_bits(l["losses"].x, l["losses again"].x));
     };
@@ -331,7 +367,8 @@ static Layer<X> classifier_layer(int N, int V, int Vp) {
 // -------------------------------------------------------------------------------------------------
 
 TEST(encoder) {
-    for (auto [B, T, C] : {std::array{1, 1, 1}, {2, 5, 3}, {3, 17, 130}}) CHECK_LAYER(encoder_layer, B, T, C, 7);
+    for (auto [B, T, C] : {std::array{1, 1, 1}, {2, 5, 3}, {3, 17, 130}})
+        CHECK_LAYER(encoder_layer, B, T, C, 7);
     CHECK_LAYER(encoder_layer, 2, 4, 3, 7, {2, 2, 6});  // a rank's two chunks of a sequence
 }
 
@@ -340,7 +377,8 @@ TEST(layernorm) {
         CHECK_LAYER(layernorm_layer, N, C);
 }
 
-// The sizes are around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024 or 2048 columns.
+// The sizes are around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024
+// or 2048 columns.
 TEST(matmul) {
     const std::array<int, 3> sizes[] = {{1, 1, 1},     {3, 5, 7},     {6, 256, 16},  {7, 257, 17},
                                         {24, 255, 15}, {25, 600, 33}, {130, 24, 65}, {515, 9, 48},
@@ -357,7 +395,9 @@ TEST(gelu) {
     activation_backward<float>(dev, dy.data(), ignored.data(), nullptr, nullptr, far.data(),
                                ones.data(), 1, far.size());
     for (size_t i = 0; i < far.size(); i++)
-        CHECK(y[i] == std::max(far[i], 0.f) && dy[i] == (far[i] > 0 ? 1.f : far[i] < 0 ? 0.f : 0.5f));
+        CHECK(y[i] == std::max(far[i], 0.f) && dy[i] == (far[i] > 0   ? 1.f
+                                                         : far[i] < 0 ? 0.f
+                                                                      : 0.5f));
 }
 
 TEST(attention) {
@@ -365,8 +405,13 @@ TEST(attention) {
         for (int HS : {4, 32, 64})
             for (bool causal : {true, false})
                 for (float scale : {0.f, 0.3f})
-                    CHECK_LAYER(attention_layer, {.B = 2, .Tq = Tq, .Tk = Tk, .NH = 3, .HS = HS,
-                                                  .causal = causal, .scale = scale});
+                    CHECK_LAYER(attention_layer, {.B = 2,
+                                                  .Tq = Tq,
+                                                  .Tk = Tk,
+                                                  .NH = 3,
+                                                  .HS = HS,
+                                                  .causal = causal,
+                                                  .scale = scale});
     for (auto [T, HS] : {std::array{19, 12}, {129, 20}})
         CHECK_LAYER(attention_layer, {.B = 2, .Tq = T, .Tk = T, .NH = 2, .HS = HS});
     CHECK_ERROR(attention_layer<double>({.B = 1, .Tq = 1, .Tk = 1, .NH = 1, .HS = 257}).run(),
@@ -375,7 +420,8 @@ TEST(attention) {
     CHECK_ERROR(attention_forward(dev, c), "Tq 3 and Tk 2");
 }
 
-// lse and its rest are the same number in more digits. Backward subtracts both, so with log 2 more P is half as large.
+// lse and its rest are the same number in more digits. Backward subtracts both, so with log 2 more
+// P is half as large.
 TEST(attention_rest_of_lse) {
     std::vector<float> rest(65 * 2);
     rng.seed(7);
@@ -393,14 +439,17 @@ TEST(attention_rest_of_lse) {
     }
     CHECK(with < 0.8 * without);
     const std::vector<float> before = l["dqkv"].x;
-    for (float& r : rest) r += std::log(2.f);
+    for (float& r : rest)
+        r += std::log(2.f);
     l.backward();
     for (size_t i = 0; i < before.size(); i++)
-        if (i / 64 % 3 == 2) CHECK_NEAR(l["dqkv"].x[i], before[i] / 2, 1e-6 * (1 + std::fabs(before[i])));
+        if (i / 64 % 3 == 2)
+            CHECK_NEAR(l["dqkv"].x[i], before[i] / 2, 1e-6 * (1 + std::fabs(before[i])));
 }
 
 TEST(attention_large_scores) {
-    for (float scale : {1.f, 1e4f}) {  // scores to ±1e5, at which exp overflows unless the maximum is subtracted
+    // scores to ±1e5, at which exp overflows unless the maximum is subtracted
+    for (float scale : {1.f, 1e4f}) {
         Layer<float> l =
             attention_layer<float>({.B = 1, .Tq = 65, .Tk = 65, .NH = 2, .HS = 64, .scale = scale});
         l.run();
@@ -413,7 +462,8 @@ TEST(classifier) {
     for (auto [N, V, Vp] : {std::array{1, 1, 1}, {5, 7, 7}, {9, 13, 128}, {258, 300, 384}})
         CHECK_LAYER(classifier_layer, N, V, Vp);
 
-    // Targets outside the vocabulary, padding included, give a loss of NaN. Their neighbours do not notice.
+    // Targets outside the vocabulary, padding included, give a loss of NaN. Their neighbours do not
+    // notice.
     const int V = 5, Vp = 8;
     const std::vector<int> targets = {2, -1, 2, V, Vp, 1 << 30};
     std::vector<float> logits = randn<float>(targets.size() * Vp), losses(targets.size());
@@ -421,7 +471,8 @@ TEST(classifier) {
         classifier(dev, logits.data(), losses.data(), targets.data(), dloss, targets.size(), V, Vp);
         for (size_t n = 0; n < targets.size(); n++) {
             CHECK(std::isnan(losses[n]) == (targets[n] != 2));
-            if (dloss != 0) CHECK(std::isnan(logits[n * Vp]) == (targets[n] != 2));
+            if (dloss != 0)
+                CHECK(std::isnan(logits[n * Vp]) == (targets[n] != 2));
         }
     }
 
@@ -461,8 +512,8 @@ TEST(adamw_without_a_finite_norm) {
     const ParamRange all = {0, 9, true};
     for (const double bad : {double(nanf("")), double(inf)}) {
         Vec params = start, m = start, v = start;
-        adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), start.data(), &bad, &all, 1,
-                             {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
+        adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), start.data(), &bad,
+                             &all, 1, {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
         CHECK(params == start && m == start && v == start);
     }
 }

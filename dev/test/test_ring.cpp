@@ -7,8 +7,7 @@
 namespace {
 
 AttentionShape whole(int B, int T, int NH, int HS, bool causal = true, float scale = 0.f) {
-    return {
-        .B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS, .causal = causal, .scale = scale};
+    return {.B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS, .causal = causal, .scale = scale};
 }
 
 // o, lse and lse's rest after a merge of two rows.
@@ -40,7 +39,9 @@ TEST(merge_of_two_pieces) {
         CHECK((merged(7., -far, -2., far) == std::array{-2., far, 0.}));
     }
     CHECK((merged(7.f, 90.f, -2.f, -90.f) == std::array{7.f, 90.f, 0.f}));
-    CHECK(std::isnan(merged<double>(7, 1, NAN, 1)[0]) && std::isnan(merged<double>(NAN, 1, 2, 1)[0]));  // a NaN stays
+    // a NaN stays
+    CHECK(std::isnan(merged<double>(7, 1, NAN, 1)[0]) &&
+          std::isnan(merged<double>(NAN, 1, 2, 1)[0]));
     for (const auto& r : {merged<double>(7, 1, 2, NAN), merged<double>(7, NAN, 2, 1)})
         CHECK(std::isnan(r[0]) && std::isnan(r[1]));
 }
@@ -51,7 +52,8 @@ TEST(chunks_make_the_whole) {
     const AttentionShape s = whole(2, 37, 3, 16, true, 0.4f);
     const Whole<double, Cpu> masked(cpu, s, 4);
     const Whole<double, Cpu> unmasked(cpu, whole(1, 37, 1, 16, false));
-    for (const auto& [q_chunk, k_chunk] : {std::pair{37, 37}, {8, 8}, {5, 16}, {100, 1}, {1, 100}, {36, 2}, {9, 13}}) {
+    for (const auto& [q_chunk, k_chunk] :
+         {std::pair{37, 37}, {8, 8}, {5, 16}, {100, 1}, {1, 100}, {36, 2}, {9, 13}}) {
         check_chunks(masked, q_chunk, k_chunk);
         check_chunks(unmasked, q_chunk, k_chunk);
     }

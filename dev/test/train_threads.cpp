@@ -1,8 +1,9 @@
 // See dev/test/train_threads.h.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
-#include "train_gpt2.cu"
 #include "dev/test/train_threads.h"
+
+#include "train_gpt2.cu"
 
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);

@@ -1,5 +1,5 @@
-// The program (train_gpt2.cu, included before) with threads as ranks, for tests without a GPU. --gpus N makes N threads on
-// the CPU. Each prints, but rank 0 alone writes files.
+// The program (train_gpt2.cu, included before) with threads as ranks, for tests without a GPU.
+// --gpus N makes N threads on the CPU. Each prints, but rank 0 alone writes files.
 #pragma once
 #include <functional>
 
@@ -19,7 +19,8 @@ Ranks<Dev> connect(const Dev&, const ProcessGroup& group, int context) {
     ranks.context = context;
     ranks.watchdog = group.watchdog.get();
     ranks.comm = std::shared_ptr<ThreadComm>(this_thread, [](ThreadComm*) {});
-    ranks.context_comm = std::make_shared<ThreadComm>(*this_thread, ranks.group() * context, context);
+    ranks.context_comm =
+        std::make_shared<ThreadComm>(*this_thread, ranks.group() * context, context);
     return ranks;
 }
 
@@ -28,11 +29,13 @@ inline int train_on_threads(int argc, char** argv) {
         Options o;
         std::vector<Option> table = o.table();
         parse_options(argc, argv, table);
-        if (o.init.empty()) o.init = "tiny";
+        if (o.init.empty())
+            o.init = "tiny";
         std::vector<int> codes(std::max(1, o.gpus));
         on_threads(static_cast<int>(codes.size()), [&](int rank, ThreadComm& comm) {
             Options mine = o;
-            if (rank == 1) change_options_of_rank_1(mine);
+            if (rank == 1)
+                change_options_of_rank_1(mine);
             ProcessGroup group;
             group.rank = rank;
             group.size = group.local_size = static_cast<int>(codes.size());

@@ -1,4 +1,5 @@
-// Every layer as plain loops: the specification of the kernels, their fp64 oracle, and the trainer without a GPU.
+// Every layer as plain loops: the specification of the kernels, their fp64 oracle, and the trainer
+// without a GPU.
 //
 // Each function is its formula. Three conventions hold throughout:
 //   - A parallel loop runs over outputs. One thread does all of an output's sum in a fixed order,
@@ -11,8 +12,6 @@
 // The exception to plainness is add_product, the matrix product, which has to be fast.
 #include "layers/cpu/reference.h"
 
-#include "common/threads.h"
-
 #include <omp.h>
 #include <unistd.h>
 
@@ -22,9 +21,11 @@
 #include <limits>
 #include <vector>
 
-// glibc has exp for whole vectors, and g++ uses it in simd loops because of these declarations. Its last bit may differ
-// from the scalar exp of a loop's remainder. So the parallel loops run over blocks of a fixed size, whatever the number
-// of threads.
+#include "common/threads.h"
+
+// glibc has exp for whole vectors, and g++ uses it in simd loops because of these declarations. Its
+// last bit may differ from the scalar exp of a loop's remainder. So the parallel loops run over
+// blocks of a fixed size, whatever the number of threads.
 #if defined(__GLIBC__) && defined(__x86_64__)
 extern "C" __attribute__((simd("notinbranch"))) float expf(float) noexcept;
 extern "C" __attribute__((simd("notinbranch"))) double exp(double) noexcept;
@@ -36,41 +37,46 @@ constexpr size_t kBlock = 1024;
 // The device
 
 Cpu::Cpu(int threads) {
-    if (threads <= 0) threads = available_threads();
+    if (threads <= 0)
+        threads = available_threads();
     omp_set_num_threads(threads);
     name = format("CPU, %d thread%s", threads, threads == 1 ? "" : "s");
-    total_bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
+    total_bytes =
+        static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
 }
 
 void* Cpu::alloc(size_t bytes) const {
     void* p = nullptr;
     if (posix_memalign(&p, 64, bytes) != 0)
         throw Error(
-            format("out of memory: cannot allocate %zu bytes on a machine with %zu; use a smaller batch or model",
+            format("out of memory: cannot allocate %zu bytes on a machine with %zu; use a smaller "
+                   "batch or model",
                    bytes, total_bytes));
     return p;
 }
 
-// In a sum over rows one thread takes this many columns at a time. They are whole cache lines, and enough to vectorise.
+// In a sum over rows one thread takes this many columns at a time. They are whole cache lines, and
+// enough to vectorise.
 constexpr int kSlice = 64;
 
 // -------------------------------------------------------------------------------------------------
 // Encoder: out[b,t] = wte[token[b,t]] + wpe[position of t]
 
 template <class X>
-void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
-                     const Positions& positions) {
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B,
+                     int T, int C, const Positions& positions) {
 #pragma omp parallel for
     for (size_t n = 0; n < size_t(B) * T; n++) {
         const X* token = wte + size_t(tokens[n]) * C;
         const X* position = wpe + size_t(positions.of(n % T)) * C;
-        for (int c = 0; c < C; c++) out[n * C + c] = token[c] + position[c];
+        for (int c = 0; c < C; c++)
+            out[n * C + c] = token[c] + position[c];
     }
 }
 
 template <class X>
-void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* dout, const int* tokens, int B, int T,
-                      int C, const Positions& positions) {
+void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* dout,
+                      const int* tokens, int B, int T, int C, const Positions& positions) {
 #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kSlice)
         for (size_t n = 0; n < size_t(B) * T; n++) {
@@ -84,14 +90,15 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
 }
 
 // -------------------------------------------------------------------------------------------------
-// Layer norm (Ba, Kiros & Hinton 2016): x̂ = (x − mean)·rstd, rstd = 1/√(variance + eps); out = weight·x̂ + bias
+// Layer norm (Ba, Kiros & Hinton 2016): x̂ = (x − mean)·rstd, rstd = 1/√(variance + eps); out =
+// weight·x̂ + bias
 //
 // Backward, with dx̂ = weight·dout and avg the mean over the row:
 //   dx = rstd·(dx̂ − avg(dx̂) − x̂·avg(dx̂·x̂));  dweight = Σ_n dout·x̂;  dbias = Σ_n dout
 
 template <class X>
-void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp, const X* weight, const X* bias,
-                       size_t N, int C) {
+void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp,
+                       const X* weight, const X* bias, size_t N, int C) {
     using A = Acc<X>;
     constexpr A eps = A(1e-5);
 #pragma omp parallel for
@@ -99,12 +106,15 @@ void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* 
         const X* x = inp + n * C;
         A sum = 0, squares = 0;  // two passes, because E[x²] − E[x]² would cancel
 #pragma omp simd reduction(+ : sum)
-        for (int c = 0; c < C; c++) sum += x[c];
+        for (int c = 0; c < C; c++)
+            sum += x[c];
         const A mu = sum / C;
 #pragma omp simd reduction(+ : squares)
-        for (int c = 0; c < C; c++) squares += (x[c] - mu) * (x[c] - mu);
+        for (int c = 0; c < C; c++)
+            squares += (x[c] - mu) * (x[c] - mu);
         const A r = 1 / std::sqrt(squares / C + eps);
-        for (int c = 0; c < C; c++) out[n * C + c] = weight[c] * ((x[c] - mu) * r) + bias[c];
+        for (int c = 0; c < C; c++)
+            out[n * C + c] = weight[c] * ((x[c] - mu) * r) + bias[c];
         mean[n] = mu;
         rstd[n] = r;
     }
@@ -118,14 +128,17 @@ static void add_columns(A* sum, size_t N, int C, Term term) {
         const int width = std::min(kSlice, C - c0);
         A slice[kSlice] = {};
         for (size_t n = 0; n < N; n++)
-            for (int c = 0; c < width; c++) slice[c] += term(n, c0 + c);
-        for (int c = 0; c < width; c++) sum[c0 + c] += slice[c];
+            for (int c = 0; c < width; c++)
+                slice[c] += term(n, c0 + c);
+        for (int c = 0; c < width; c++)
+            sum[c0 + c] += slice[c];
     }
 }
 
 template <class X>
-void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void*, const X* dout,
-                        const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C) {
+void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum,
+                        void*, const X* dout, const X* inp, const X* weight, const Acc<X>* mean,
+                        const Acc<X>* rstd, size_t N, int C) {
     using A = Acc<X>;
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
@@ -139,12 +152,15 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
         }
         avg /= C;
         avg_x /= C;
-        for (int c = 0; c < C; c++) dinp[n * C + c] += r * (weight[c] * dy[c] - avg - (x[c] - mu) * r * avg_x);
+        for (int c = 0; c < C; c++)
+            dinp[n * C + c] += r * (weight[c] * dy[c] - avg - (x[c] - mu) * r * avg_x);
     }
-    add_columns(dweight, N, C,
-                [=](size_t n, int c) { return dout[n * C + c] * ((inp[n * C + c] - mean[n]) * rstd[n]); });
+    add_columns(dweight, N, C, [=](size_t n, int c) {
+        return dout[n * C + c] * ((inp[n * C + c] - mean[n]) * rstd[n]);
+    });
     add_columns(dbias, N, C, [=](size_t n, int c) { return dout[n * C + c]; });
-    if (dinp_sum) add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
+    if (dinp_sum)
+        add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -174,8 +190,8 @@ struct Product {  // (M,N) = (M,K)·(K,N)
 };
 }  // namespace
 
-// Copies m's first `depth` rows, `width` columns wide, into a contiguous strip. Its rows have W ≥ width elements and
-// end in zeros.
+// Copies m's first `depth` rows, `width` columns wide, into a contiguous strip. Its rows have W ≥
+// width elements and end in zeros.
 template <size_t W, class Row, class X>
 static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
     for (size_t k = 0; k < depth; k++)
@@ -183,13 +199,14 @@ static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
             strip[k][w] = w < width ? m.at(k, w) : X(0);
 }
 
-// c += a·b for c (M,N) row-major, a (M,K), b (K,N). All three products of the layer are this one with different
-// strides.
+// c += a·b for c (M,N) row-major, a (M,K), b (K,N). All three products of the layer are this one
+// with different strides.
 //
-// The innermost loop keeps Mr × Nr sums of c in vector registers. For each k it adds the outer product of Mr scalars of
-// a and one cache line of b. The compiler splits that line into as many registers as the instruction set needs, so the
-// sums take 6 registers of AVX-512 or 12 of AVX's 16. The loop reads packed strips of a and b, Kc deep. A strip of b
-// (16 KiB) stays in L1 while Mc rows of a go by. These rows are packed once for all of b's Nc columns.
+// The innermost loop keeps Mr × Nr sums of c in vector registers. For each k it adds the outer
+// product of Mr scalars of a and one cache line of b. The compiler splits that line into as many
+// registers as the instruction set needs, so the sums take 6 registers of AVX-512 or 12 of AVX's
+// 16. The loop reads packed strips of a and b, Kc deep. A strip of b (16 KiB) stays in L1 while Mc
+// rows of a go by. These rows are packed once for all of b's Nc columns.
 template <class X>
 static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) {
     const size_t M = product.M;
@@ -224,19 +241,22 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) 
                         for (size_t k = 0; k < depth; k++)
                             for (size_t r = 0; r < Mr; r++)
 #pragma omp simd
-                                for (size_t w = 0; w < Nr; w++) sums[r][w] += a_strip.at[k][r] * b_strip.at[k][w];
-                        X tile[Mr][Nr];  // a copy, because indexing by variables would force `sums` out of registers
+                                for (size_t w = 0; w < Nr; w++)
+                                    sums[r][w] += a_strip.at[k][r] * b_strip.at[k][w];
+                        // a copy, because indexing by variables would force `sums` out of registers
+                        X tile[Mr][Nr];
                         std::memcpy(tile, sums, sizeof sums);
                         for (size_t r = 0; r < std::min(Mr, M - i); r++)
-                            for (size_t w = 0; w < std::min(Nr, N - j); w++) c[(i + r) * N + j + w] += tile[r][w];
+                            for (size_t w = 0; w < std::min(Nr, N - j); w++)
+                                c[(i + r) * N + j + w] += tile[r][w];
                     }
             }
         }
 }
 
 template <class X>
-void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
-                    const X* residual) {
+void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N,
+                    int C, int OC, const X* residual) {
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++)
         for (int o = 0; o < OC; o++)
@@ -246,9 +266,10 @@ void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* 
 }
 
 template <class X>
-void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
-                     int C, int OC, bool accumulate) {
-    if (dweight && !accumulate) dev.zero(dweight, size_t(OC) * C * sizeof(Acc<X>));
+void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, const X* inp,
+                     const X* weight, size_t N, int C, int OC, bool accumulate) {
+    if (dweight && !accumulate)
+        dev.zero(dweight, size_t(OC) * C * sizeof(Acc<X>));
     if (dweight)
         add_product(dweight, row_major(dout, OC).transposed(), row_major(inp, C),
                     {.M = size_t(OC), .N = size_t(C), .K = N});
@@ -263,7 +284,8 @@ void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, co
 // The activation f, which is GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016):
 // f(x) = ½x(1 + tanh u) with u = √(2/π)·(x + 0.044715 x³)
 //
-// ½(1 + tanh u) = σ(2u) = 1/(1 + e^{−2u}): one exponential, and no cancellation for large negative x. With s = σ(2u):
+// ½(1 + tanh u) = σ(2u) = 1/(1 + e^{−2u}): one exponential, and no cancellation for large negative
+// x. With s = σ(2u):
 //   f(x) = x·s;  f'(x) = s + x·s(1 − s)·2u'
 
 template <class A>
@@ -310,8 +332,8 @@ void activation_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void
 }
 
 // -------------------------------------------------------------------------------------------------
-// Attention, one row (query) at a time: s = scale·Kq over the keys the query sees, lse = log Σ exp s, p = exp(s − lse),
-// out = Vᵀp
+// Attention, one row (query) at a time: s = scale·Kq over the keys the query sees, lse = log Σ exp
+// s, p = exp(s − lse), out = Vᵀp
 //
 // Backward (Dao et al. 2022, appendix B.4) takes p from the kept lse, and D = do·o:
 //   dp_j  = do·v_j
@@ -319,20 +341,23 @@ void activation_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void
 //   dq   += scale·ds_j k_j
 //   dk_j += scale·ds_j q
 //   dv_j += p_j do
-// D replaces the sum Σ_j p_j dp_j in the softmax's derivative: Σ_j p_j (do·v_j) = do·Σ_j p_j v_j = do·o.
+// D replaces the sum Σ_j p_j dp_j in the softmax's derivative: Σ_j p_j (do·v_j) = do·Σ_j p_j v_j =
+// do·o.
 
 template <class X>
 static X dot(const X* a, const X* b, int n) {
     X sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) sum += a[i] * b[i];
+    for (int i = 0; i < n; i++)
+        sum += a[i] * b[i];
     return sum;
 }
 // y += alpha·x
 template <class X>
 static void axpy(X* y, X alpha, const X* x, int n) {
 #pragma omp simd
-    for (int i = 0; i < n; i++) y[i] += alpha * x[i];
+    for (int i = 0; i < n; i++)
+        y[i] += alpha * x[i];
 }
 
 namespace {
@@ -348,30 +373,39 @@ template <class A>
 static SoftmaxOfRow<A> exponentials(A* s, int n) {
     A max = -std::numeric_limits<A>::infinity(), sum = 0;
 #pragma omp simd reduction(max : max)
-    for (int j = 0; j < n; j++) max = std::max(max, s[j]);
+    for (int j = 0; j < n; j++)
+        max = std::max(max, s[j]);
 #pragma omp simd
-    for (int j = 0; j < n; j++) s[j] = std::exp(s[j] - max);
+    for (int j = 0; j < n; j++)
+        s[j] = std::exp(s[j] - max);
 #pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < n; j++) sum += s[j];
+    for (int j = 0; j < n; j++)
+        sum += s[j];
     return {.max = max, .sum = sum};
 }
 
-// Calls f(HS). The usual head sizes are compile-time constants, so that a row of q, o or dq stays in registers.
+// Calls f(HS). The usual head sizes are compile-time constants, so that a row of q, o or dq stays
+// in registers.
 constexpr int kMaxHeadSize = 256;
 template <class F>
 static void with_head_size(int HS, F f) {
-    if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
-    if (HS == 32) return f(std::integral_constant<int, 32>{});
-    if (HS == 64) return f(std::integral_constant<int, 64>{});
+    if (HS > kMaxHeadSize)
+        throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
+    if (HS == 32)
+        return f(std::integral_constant<int, 32>{});
+    if (HS == 64)
+        return f(std::integral_constant<int, 64>{});
     f(HS);
 }
 
-// Calls f(b, h) for every head. Every query of a head adds to dk and dv, so one thread has the whole head.
+// Calls f(b, h) for every head. Every query of a head adds to dk and dv, so one thread has the
+// whole head.
 template <class F>
 static void for_each_head(const AttentionShape& s, F f) {
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < s.NH; h++) f(b, h);
+        for (int h = 0; h < s.NH; h++)
+            f(b, h);
 }
 // Query i sees so many keys, the first ones.
 static int keys_seen(const AttentionShape& s, int i) {
@@ -400,10 +434,12 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
             std::vector<X> p(s.Tk);
             for (int i = 0; i < s.Tq; i++) {
                 const int keys = keys_seen(s, i);
-                for (int j = 0; j < keys; j++) p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
+                for (int j = 0; j < keys; j++)
+                    p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
                 const SoftmaxOfRow<X> softmax = exponentials(p.data(), keys);
                 X o[kMaxHeadSize] = {};
-                for (int j = 0; j < keys; j++) axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
+                for (int j = 0; j < keys; j++)
+                    axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
                 for (int d = 0; d < HS; d++)
                     o[d] /= softmax.sum;
                 std::copy_n(o, HS, c.out.row(b, i, h, HS));
@@ -435,12 +471,16 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
             for (int i = 0; i < s.Tq; i++) {
                 const int keys = keys_seen(s, i);
                 const X *q_i = c.q.row(b, i, h, HS), *do_i = c.dout.row(b, i, h, HS);
-                const X L = c.lse.ptr[head * c.lse.head + i], D = dot(do_i, c.out.row(b, i, h, HS), HS);
-                for (int j = 0; j < keys; j++) p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
+                const X L = c.lse.ptr[head * c.lse.head + i],
+                        D = dot(do_i, c.out.row(b, i, h, HS), HS);
+                for (int j = 0; j < keys; j++)
+                    p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
                 if (c.lse_rest.ptr)
-                    for (int j = 0; j < keys; j++) p[j] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
+                    for (int j = 0; j < keys; j++)
+                        p[j] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
 #pragma omp simd
-                for (int j = 0; j < keys; j++) p[j] = std::exp(p[j]);
+                for (int j = 0; j < keys; j++)
+                    p[j] = std::exp(p[j]);
                 X dq_i[kMaxHeadSize] = {};
                 for (int j = 0; j < keys; j++) {
                     const X* k_j = c.k.row(b, j, h, HS);
@@ -456,10 +496,12 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Classifier: loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target];  dx = dloss·(softmax(x) − onehot)
+// Classifier: loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target];  dx =
+// dloss·(softmax(x) − onehot)
 
 template <class X>
-void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp) {
+void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N,
+                int V, int Vp) {
     using A = Acc<X>;
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
@@ -468,13 +510,17 @@ void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X
         const A max = *std::max_element(x, x + V);
         A sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < V; i++) sum += std::exp(x[i] - max);
+        for (int i = 0; i < V; i++)
+            sum += std::exp(x[i] - max);
         const bool valid = target >= 0 && target < V;
-        const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();  // makes the norm NaN: no update
+        // makes the norm NaN: no update
+        const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();
         losses[n] = checked * (std::log(sum) + max - x[valid ? target : 0]);
-        if (dloss == 0) continue;
+        if (dloss == 0)
+            continue;
 #pragma omp simd
-        for (int i = 0; i < V; i++) x[i] = checked * dloss * (std::exp(x[i] - max) / sum - (i == target));
+        for (int i = 0; i < V; i++)
+            x[i] = checked * dloss * (std::exp(x[i] - max) / sum - (i == target));
         std::fill(x + V, x + Vp, X(0));
     }
 }
@@ -486,7 +532,8 @@ template <class A>
 void reduce_sum(const Cpu&, A* out, void*, const A* x, A scale, size_t n) {
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (size_t i = 0; i < n; i++) sum += x[i];
+    for (size_t i = 0; i < n; i++)
+        sum += x[i];
     out[0] = A(scale * sum);
 }
 
@@ -494,14 +541,16 @@ template <class A>
 void global_norm(const Cpu&, A* out, void*, const A* x, size_t n) {
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (size_t i = 0; i < n; i++) sum += double(x[i]) * x[i];
+    for (size_t i = 0; i < n; i++)
+        sum += double(x[i]) * x[i];
     out[0] = A(std::sqrt(sum));
 }
 
 template <class X>
 size_t count_nonfinite(const Cpu&, void*, const X* x, size_t n) {
     size_t count = 0;
-    for (size_t i = 0; i < n; i++) count += !std::isfinite(x[i]);
+    for (size_t i = 0; i < n; i++)
+        count += !std::isfinite(x[i]);
     return count;
 }
 
@@ -514,10 +563,12 @@ size_t count_nonfinite(const Cpu&, void*, const X* x, size_t n) {
 //   p ← p − lr·(m̂/(√v̂ + ε) + λp)
 
 template <class X>
-void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Acc<X>* grads, const Acc<X>* norm,
-                  const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
+void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Acc<X>* grads,
+                  const Acc<X>* norm, const ParamRange* ranges, int num_ranges,
+                  const AdamW& hyper) {
     using A = Acc<X>;
-    if (!std::isfinite(*norm)) return;
+    if (!std::isfinite(*norm))
+        return;
     const A clip = hyper.max_norm > 0 ? std::min(A(1), A(hyper.max_norm) / *norm) : A(1);
     const A lr = hyper.lr, beta1 = hyper.beta1, beta2 = hyper.beta2, eps = hyper.eps;
     // In double, because 1 − βᵗ cancels for small t.

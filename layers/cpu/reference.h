@@ -1,11 +1,12 @@
 // The backend seam, CPU side: the same list of layers as layers/layers.h, as plain loops.
 //
-// It is three things: the executable specification, the oracle of every kernel test (X = double), and
-// the trainer of a machine without a GPU (X = float, OpenMP). No sum is split between threads, so results do not depend
-// on their number. A run is bit-exact wherever the compiler's arithmetic is.
+// It is three things: the executable specification, the oracle of every kernel test (X = double),
+// and the trainer of a machine without a GPU (X = float, OpenMP). No sum is split between threads,
+// so results do not depend on their number. A run is bit-exact wherever the compiler's arithmetic
+// is.
 //
-// Shapes, "writes" and "adds into" are as in layers/layers.h. All pointers are host memory. A = Acc<X> is X itself,
-// double or float. Scratch arguments exist only to match the GPU's signatures.
+// Shapes, "writes" and "adds into" are as in layers/layers.h. All pointers are host memory. A =
+// Acc<X> is X itself, double or float. Scratch arguments exist only to match the GPU's signatures.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +21,8 @@
 #include "data/file.h"
 
 struct Cpu {
-    // A single rank's. The program has several only on GPUs, and tests as threads (dev/common/thread_comm.h).
+    // A single rank's. The program has several only on GPUs, and tests as threads
+    // (dev/common/thread_comm.h).
     struct Comm {
         static constexpr int rank = 0, size = 1;
         template <class... A>
@@ -59,10 +61,14 @@ struct Cpu {
     void free_host(void* p) const { free(p); }
     void zero(void* p, size_t bytes) const { std::memset(p, 0, bytes); }
     void upload(void* dst, const void* host, size_t bytes) const { std::memcpy(dst, host, bytes); }
-    void download(void* host, const void* src, size_t bytes) const { std::memcpy(host, src, bytes); }
+    void download(void* host, const void* src, size_t bytes) const {
+        std::memcpy(host, src, bytes);
+    }
     void copy(void* dst, const void* src, size_t bytes) const { std::memmove(dst, src, bytes); }
     void mark() const {}
-    void download_marked(void* host, const void* src, size_t bytes) const { download(host, src, bytes); }
+    void download_marked(void* host, const void* src, size_t bytes) const {
+        download(host, src, bytes);
+    }
     void sync() const {}
     void use() const {}
     void profile(bool) const {}
@@ -76,7 +82,9 @@ struct Cpu {
     // No layer needs scratch, and the encoder's plan is the token list itself.
     friend size_t encoder_scratch_bytes(const Cpu&, int, int, int) { return 0; }
     friend size_t encoder_plan_ints(const Cpu&, size_t N) { return N; }
-    friend void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) { std::copy_n(tokens, N, plan); }
+    friend void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) {
+        std::copy_n(tokens, N, plan);
+    }
     friend size_t layernorm_scratch_bytes(const Cpu&, int) { return 0; }
     friend size_t qkv_bias_scratch_bytes(const Cpu&, int) { return 0; }
     friend size_t activation_scratch_bytes(const Cpu&, int) { return 0; }
@@ -85,31 +93,33 @@ struct Cpu {
 };
 
 template <class X>
-void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
-                     const Positions& positions = {});
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B,
+                     int T, int C, const Positions& positions = {});
 template <class X>
-void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C, const Positions& positions = {});
+void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout,
+                      const int* plan, int B, int T, int C, const Positions& positions = {});
 
 template <class X>
-void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp, const X* weight, const X* bias,
-                       size_t N, int C);
+void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp,
+                       const X* weight, const X* bias, size_t N, int C);
 template <class X>
-void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void* scratch,
-                        const X* dout, const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N,
-                        int C);
+void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum,
+                        void* scratch, const X* dout, const X* inp, const X* weight,
+                        const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C);
 
 template <class X>
-void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
-                    const X* residual = nullptr);
+void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N,
+                    int C, int OC, const X* residual = nullptr);
 template <class X>
-void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
-                     int C, int OC, bool accumulate = true);
+void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, const X* dout, const X* inp,
+                     const X* weight, size_t N, int C, int OC, bool accumulate = true);
 // Adds up all rows of dqkv. The GPU has a shorter way.
 template <class X>
-void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Acc<X>*, const X*, size_t N, int C) {
+void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Acc<X>*, const X*,
+                       size_t N, int C) {
     for (size_t row = 0; row < N; row++)
-        for (int c = 0; c < 3 * C; c++) dqkvb[c] += dqkv[row * 3 * C + c];
+        for (int c = 0; c < 3 * C; c++)
+            dqkvb[c] += dqkv[row * 3 * C + c];
 }
 
 template <class X>
@@ -132,8 +142,8 @@ void matmul_activation_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* ou
     activation_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
-// A call as attention/call.h describes it, row by row with no T×T buffer. It is the oracle of the attention tests, and
-// takes any HS ≤ 256. A scale of 0 means 1/√HS exactly in X.
+// A call as attention/call.h describes it, row by row with no T×T buffer. It is the oracle of the
+// attention tests, and takes any HS ≤ 256. A scale of 0 means 1/√HS exactly in X.
 template <class X>
 void attention_forward(const Cpu&, const AttentionForward<X>& call);
 template <class X>
@@ -150,14 +160,14 @@ void attention_backward(const Cpu& dev, Attention, const AttentionBackward<X>& c
 
 // The layer (attention/attention.h).
 template <class X>
-void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, const X* qkv, int B, int Tq, int Tk, int NH,
-                       int HS) {
+void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, const X* qkv, int B,
+                       int Tq, int Tk, int NH, int HS) {
     const AttentionShape s{.B = B, .Tq = Tq, .Tk = Tk, .NH = NH, .HS = HS};
     attention_forward(dev, layer_forward(out, lse, qkv, s));
 }
 template <class X>
-void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out, const Acc<X>* lse,
-                        const X*, const X* qkv, int B, int T, int NH, int HS) {
+void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out,
+                        const Acc<X>* lse, const X*, const X* qkv, int B, int T, int NH, int HS) {
     const AttentionShape s{.B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS};
     attention_backward(dev, layer_backward(dqkv, dout, out, lse, qkv, s));
 }
@@ -173,47 +183,55 @@ size_t attention_saved_bytes(const Cpu&, Attention, const AttentionShape&) {
 template <class X>
 void check_attention(const Cpu&, Attention kind, int, bool, bool context_parallel) {
     if (kind != Attention::flash && kind != Attention::naive)
-        throw UsageError(
-            format("--attention %s needs a GPU: the CPU has flash and naive", std::string(kind.name).c_str()));
+        throw UsageError(format("--attention %s needs a GPU: the CPU has flash and naive",
+                                std::string(kind.name).c_str()));
     if (context_parallel && kind == Attention::naive)
-        throw UsageError("--context-parallel needs --attention flash: naive takes whole sequences only");
+        throw UsageError(
+            "--context-parallel needs --attention flash: naive takes whole sequences only");
 }
 
 // Results of pieces (attention/ring/pieces.h).
 template <class A>
-void merge(const Cpu&, const AttentionShape& s, Heads<A> dst, const Piece<A>& sum, const Piece<A>& piece) {
+void merge(const Cpu&, const AttentionShape& s, Heads<A> dst, const Piece<A>& sum,
+           const Piece<A>& piece) {
     for (int row = 0; row < s.B * s.NH * s.Tq; row++) {
         const int t = row % s.Tq, head = row / s.Tq, b = head / s.NH, h = head % s.NH;
         const Merge<A> merge(sum, piece, head, t);
         const A *o = sum.o.row(b, t, h, s.HS), *o_b = piece.o.row(b, t, h, s.HS);
-        for (int d = 0; d < s.HS; d++) dst.row(b, t, h, s.HS)[d] = merge.of(o[d], o_b[d]);
+        for (int d = 0; d < s.HS; d++)
+            dst.row(b, t, h, s.HS)[d] = merge.of(o[d], o_b[d]);
         merge.keep(sum, head, t);
     }
 }
 template <class A, class Z>
-void add(const Cpu&, const AttentionShape& s, Heads<A> dst, Heads<Z> a, Heads<Z> b = {}, Heads<Z> c = {}) {
+void add(const Cpu&, const AttentionShape& s, Heads<A> dst, Heads<Z> a, Heads<Z> b = {},
+         Heads<Z> c = {}) {
     for (int row = 0; row < s.B * s.Tq; row++)
         for (int i = 0; i < s.NH * s.HS; i++) {
-            const auto of = [&](const auto& x) { return x.row(row / s.Tq, row % s.Tq, 0, s.HS) + i; };
+            const auto of = [&](const auto& x) {
+                return x.row(row / s.Tq, row % s.Tq, 0, s.HS) + i;
+            };
             *of(dst) = *of(a) + (b.ptr ? *of(b) : 0) + (c.ptr ? *of(c) : 0);
         }
 }
 
 template <class X>
-void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp);
+void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N,
+                int V, int Vp);
 template <class X>
 size_t cross_entropy_scratch_bytes(const Cpu&, size_t, int, int) {
     return 0;
 }
 template <class X>
-void cross_entropy(const Cpu& dev, X* dlogits, Acc<X>* losses, void*, const X* inp, const X* weight, const int* targets,
-                   Acc<X> dloss, size_t N, int C, int V, int Vp) {
+void cross_entropy(const Cpu& dev, X* dlogits, Acc<X>* losses, void*, const X* inp, const X* weight,
+                   const int* targets, Acc<X> dloss, size_t N, int C, int V, int Vp) {
     matmul_forward<X>(dev, dlogits, inp, weight, nullptr, N, C, Vp);
     classifier(dev, dlogits, losses, targets, dloss, N, V, Vp);
 }
 template <class X>
-void cross_entropy_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, void*, const X* dlogits, const X* inp,
-                            const X* weight, size_t N, int C, int Vp, bool accumulate = true) {
+void cross_entropy_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, void*, const X* dlogits,
+                            const X* inp, const X* weight, size_t N, int C, int Vp,
+                            bool accumulate = true) {
     matmul_backward<X>(dev, dinp, dweight, dlogits, inp, weight, N, C, Vp, accumulate);
 }
 
@@ -229,11 +247,12 @@ inline uint64_t checksum(const Cpu&, void*, const void* x, size_t bytes) {
 }
 
 template <class X>
-void adamw_update(const Cpu&, X* params, Acc<X>* master, Acc<X>* m, Acc<X>* v, const Acc<X>* grads, const Acc<X>* norm,
-                  const ParamRange* ranges, int num_ranges, const AdamW& hyper);
+void adamw_update(const Cpu&, X* params, Acc<X>* master, Acc<X>* m, Acc<X>* v, const Acc<X>* grads,
+                  const Acc<X>* norm, const ParamRange* ranges, int num_ranges, const AdamW& hyper);
 
 template <class X>
-void init_normal(const Cpu&, X* x, size_t n, double mean, double sigma, uint64_t seed, size_t first) {
+void init_normal(const Cpu&, X* x, size_t n, double mean, double sigma, uint64_t seed,
+                 size_t first) {
 #pragma omp parallel for
     for (size_t i = 0; i < n; i++) {
         const double value = sigma == 0.0 ? mean : mean + sigma * normal(seed, first + i);

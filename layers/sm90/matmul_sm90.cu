@@ -12,22 +12,28 @@ constexpr int kLongK = 1024;  // from here on a backward product outlasts its ep
 
 template <Mode mode, int kEpilogueWarps>
 __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
-    matmul_sm90_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+    matmul_sm90_kernel(const __grid_constant__ CUtensorMap a_map,
+                       const __grid_constant__ CUtensorMap b_map,
                        const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char smem[];
     const Block<mode, kEpilogueWarps> block{a_map, b_map, p, smem};
-    if (threadIdx.x == 0) block.init_barriers();
+    if (threadIdx.x == 0)
+        block.init_barriers();
     cluster_sync();
-    // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where they could part.
+    // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where
+    // they could part.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
     if (warp < kMmaWarps) {
-        if constexpr (kEpilogueWarps == kMany) setmaxnreg_inc<kMmaRegisters>();
+        if constexpr (kEpilogueWarps == kMany)
+            setmaxnreg_inc<kMmaRegisters>();
         block.mma_warp(warp, lane);
     } else {
-        if constexpr (kEpilogueWarps == kMany) setmaxnreg_dec<kOtherRegisters>();
+        if constexpr (kEpilogueWarps == kMany)
+            setmaxnreg_dec<kOtherRegisters>();
         if (warp == kMmaWarps + kEpilogueWarps) {
-            if (lane == 0) block.producer();
+            if (lane == 0)
+                block.producer();
         } else {
             block.epilogue_warp(warp - kMmaWarps, lane);
         }
@@ -87,11 +93,12 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     config.stream = dev.stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking takes microseconds,
-    // so the answer is kept.
+    // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking
+    // takes microseconds, so the answer is kept.
     static std::map<int, int> most;  // of each device
     int& clusters = most[dev.device];
-    if (clusters == 0) CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    if (clusters == 0)
+        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
     config.gridDim = kCluster * std::clamp(clusters, 1, p.items);
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a_map, b_map, static_cast<const Problem&>(p)));
 }

@@ -38,9 +38,10 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
                                      const Sm90BackwardOperands& o);
 size_t matmul_sm90_scratch_bytes(const Sm90Product& product);
 
-// For each row of x = inp (N,K)·weight (OC,K)ᵀ writes exp(x − shift) to out (N,OC), unless out is null, and its sums over
-// each kSm90Columns columns to sums (⌈OC/kSm90Columns⌉,N). shifts (N) are times log2 e. The row's target and columns from
-// V on get 0 and are not in the sums. N ≥ 1, K a multiple of 64, OC of 8.
+// For each row of x = inp (N,K)·weight (OC,K)ᵀ writes exp(x − shift) to out (N,OC), unless out is
+// null, and its sums over each kSm90Columns columns to sums (⌈OC/kSm90Columns⌉,N). shifts (N) are
+// times log2 e. The row's target and columns from V on get 0 and are not in the sums. N ≥ 1, K a
+// multiple of 64, OC of 8.
 constexpr int kSm90Columns = 256;  // of a block's tile
 struct Sm90ExponentialOperands {
     bf16* out = nullptr;
