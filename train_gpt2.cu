@@ -85,7 +85,8 @@ struct Activations {
 
     static TensorList list(const Sizes& s) {
         using S = Activations;
-        const size_t N = s.N, NC = N * s.C;
+        const size_t N = s.N;
+        const size_t NC = N * s.C;
         const int L = s.kept(INT_MAX);
         TensorList t;
         t.once("encoded", &S::encoded, NC);          // (N, C) wte + wpe
@@ -205,7 +206,9 @@ struct GPT2 {
               bool accumulate = true) {
         Range range("loss");
         const size_t N = size_t(b) * t;
-        const int C = config.C, V = config.V, Vp = config.Vp;
+        const int C = config.C;
+        const int V = config.V;
+        const int Vp = config.Vp;
         X* lnf = activations().lnf;
         const Buffers<X> buffers = workspace();
         const size_t chunk = sizes.chunk;
@@ -271,7 +274,8 @@ struct GPT2 {
             matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
             layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln,
                                a.residual2, w.ln2w, a.ln2_mean, a.ln2_rstd, N, C);
-            X *datty = dln, *dqkv = wide;  // their old contents have been used
+            X* datty = dln;
+            X* dqkv = wide;  // their old contents have been used
             matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C,
                             accumulate);
             attend_backward(dqkv, datty, a, scratch);
@@ -366,7 +370,8 @@ struct GPT2 {
         Range range("update");
         const Buffers<X> buffers = workspace();
         const Optimizer<X> state = optimizer();
-        A *g = gradients_to_update(*this), *gate = g + sizes.parameters;
+        A* g = gradients_to_update(*this);
+        A* gate = g + sizes.parameters;
         // 0·losses: NaN if one of them is not finite. Then the norm is, and nothing is updated.
         reduce_sum(dev, gate, buffers.scratch, statistics().losses(), A(0), num_losses());
         const A* norm = norm_of_gradients(*this, g, sizes.parameters + kGate);
@@ -397,7 +402,8 @@ struct GPT2 {
             throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less",
                                sequence(), config.max_T, config.max_T));
         check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
-        const size_t N = size_t(B) * T, C = config.C;
+        const size_t N = size_t(B) * T;
+        const size_t C = config.C;
         const AttentionShape shape{.B = B, .Tq = T, .Tk = T, .NH = config.NH, .HS = config.HS()};
         if (ranks.context > 1)
             ring = std::make_unique<Ring<Dev, X>>(
@@ -475,7 +481,8 @@ struct GPT2 {
         if (!ring)
             return {};
         const Zigzag zigzag{ranks.context};
-        const int chunk = T / 2, rank = ranks.context_rank();
+        const int chunk = T / 2;
+        const int rank = ranks.context_rank();
         return {chunk, zigzag.chunk(rank, 0) * chunk, zigzag.chunk(rank, 1) * chunk};
     }
     int sequence() const { return T * ranks.context; }             // tokens of a whole one

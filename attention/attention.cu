@@ -65,8 +65,8 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
     }
     if (!kernel->takes.any_head_size && HS != 64 && HS != 128)
         throw Error(
-            format("attention: %s needs a head size of 64 or 128, found %d; choose NH = C/64 or "
-                   "C/128, or use "
+            format("attention: %s needs a head size of 64 or 128, found %d; "
+                   "choose NH = C/64 or C/128, or use "
                    "--attention naive",
                    name.c_str(), HS));
     if (!kernel->runs_on(dev))
@@ -176,8 +176,8 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
         if (reinterpret_cast<uintptr_t>(m.ptr) % m.alignment || m.sequences.stride % m.alignment ||
             m.rows.stride % m.alignment)
             throw Error(
-                format("%s: rows of %s are not %zu-byte aligned (address %p, strides of %zu and "
-                       "%zu bytes)",
+                format("%s: rows of %s are not %zu-byte aligned (address %p, "
+                       "strides of %zu and %zu bytes)",
                        limits.name, m.name, m.alignment, m.ptr, m.sequences.stride, m.rows.stride));
         const bool apart = rows_apart(m.row, m.rows, m.sequences) ||  // (B, T, …) or (T, B, …)
                            rows_apart(m.row, m.sequences, m.rows);

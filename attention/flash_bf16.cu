@@ -168,16 +168,25 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     const __grid_constant__ ForwardArgs<bf16, Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M, TileBytes = Bc * HS * 2;
+    constexpr int Br = Tiles::Br;
+    constexpr int Bc = Tiles::Bc;
+    constexpr int M = Tiles::M;
+    constexpr int TileBytes = Bc * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t q_smem = smem_address(smem);
-    const uint32_t k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
+    const uint32_t k_smem = q_smem + Br * HS * 2;
+    const uint32_t v_smem = k_smem + 2 * TileBytes;
 
     const Work w = work_of(p, true);
-    const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
-    const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
-    const bf16 *q = head_of(p.q, w, HS), *k = head_of(p.k, w, HS), *v = head_of(p.v, w, HS);
+    const int q0 = w.tile * Br;
+    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int lane = threadIdx.x % 32;
+    const int first_q = q0 + warp_row;
+    const int last_q = first_q + 16 * M - 1;  // the warp's
+    const bf16* q = head_of(p.q, w, HS);
+    const bf16* k = head_of(p.k, w, HS);
+    const bf16* v = head_of(p.v, w, HS);
     // the last query sees keys before this
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     const int k_tiles = (k_end + Bc - 1) / Bc;
@@ -277,12 +286,17 @@ struct BackwardArgs {
 template <int HS, int M, class Args>
 __device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, const bf16* dout,
                                            LseD* lse_D_smem, int q0, int warp_row) {
-    constexpr int Pieces = HS / 8, RowsAtOnce = 32 / Pieces, N = 16 * M / RowsAtOnce;
+    constexpr int Pieces = HS / 8;
+    constexpr int RowsAtOnce = 32 / Pieces;
+    constexpr int N = 16 * M / RowsAtOnce;
     const Problem<bf16>& p = args.p;
-    const int lane = threadIdx.x % 32, row = warp_row + lane % (16 * M), t = q0 + row;
+    const int lane = threadIdx.x % 32;
+    const int row = warp_row + lane % (16 * M);
+    const int t = q0 + row;
     const float lse = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head + t] * kLog2e : INFINITY;
     const bf16* out = head_of(args.out, w, HS);
-    uint4 x[N], y[N];  // all loads come before the first sum, so that their latency is paid once
+    uint4 x[N];
+    uint4 y[N];  // all loads come before the first sum, so that their latency is paid once
     for (int i = 0; i < N; i++) {
         const size_t t = min(q0 + warp_row + i * RowsAtOnce + lane / Pieces, p.Tq - 1);
         x[i] = *reinterpret_cast<const uint4*>(dout + t * args.dout.token + lane % Pieces * 8);
@@ -308,20 +322,27 @@ __global__ __launch_bounds__(kThreads,
                              2) void dq_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
+    constexpr int Br = Tiles::Br;
+    constexpr int Bc = Tiles::Bc;
+    constexpr int M = Tiles::M;
     constexpr int TileBytes = Bc * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
-    const uint32_t q_smem = smem_address(smem), do_smem = q_smem + Br * HS * 2;
-    const uint32_t k_smem = do_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
+    const uint32_t q_smem = smem_address(smem);
+    const uint32_t do_smem = q_smem + Br * HS * 2;
+    const uint32_t k_smem = do_smem + Br * HS * 2;
+    const uint32_t v_smem = k_smem + 2 * TileBytes;
     LseD* lse_D_smem = reinterpret_cast<LseD*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_of(p, true);
     __syncthreads();
-    const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
-    const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
+    const int q0 = w.tile * Br;
+    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int lane = threadIdx.x % 32;
+    const int first_q = q0 + warp_row;
+    const int last_q = first_q + 16 * M - 1;  // the warp's
     const bf16* dout = head_of(args.dout, w, HS);
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
@@ -338,7 +359,8 @@ __global__ __launch_bounds__(kThreads,
     cp_async_commit();
 
     make_lse_D<HS, M>(args, w, dout, lse_D_smem, q0, warp_row);  // beside those copies
-    float lse_log2[M][2], D[M][2];
+    float lse_log2[M][2];
+    float D[M][2];
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const LseD lse_D = lse_D_smem[warp_row + 16 * i + 8 * r + lane / 4];
@@ -346,7 +368,8 @@ __global__ __launch_bounds__(kThreads,
             D[i][r] = lse_D.D;
         }
 
-    RowOperand<HS, M, Tiles::QInRegisters> q_rows, do_rows;
+    RowOperand<HS, M, Tiles::QInRegisters> q_rows;
+    RowOperand<HS, M, Tiles::QInRegisters> do_rows;
     float dq[M][HS / 8][4] = {};
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
@@ -358,9 +381,10 @@ __global__ __launch_bounds__(kThreads,
 
     auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2,
-                       v_tile = k_tile + 2 * TileBytes;
-        float s[M][kSub / 8][4] = {}, dp[M][kSub / 8][4];
+        const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2;
+        const uint32_t v_tile = k_tile + 2 * TileBytes;
+        float s[M][kSub / 8][4] = {};
+        float dp[M][kSub / 8][4];
         for (int i = 0; i < M; i++)
             for (int n = 0; n < kSub / 8; n++)
                 // the product adds to it (dP − D)
@@ -368,8 +392,8 @@ __global__ __launch_bounds__(kThreads,
                     dp[i][n][e] = -D[i][e / 2];
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
-            const auto &q = q_rows.at(q_smem + warp_row * HS * 2, kk),
-                       &dout = do_rows.at(do_smem + warp_row * HS * 2, kk);
+            const auto& q = q_rows.at(q_smem + warp_row * HS * 2, kk);
+            const auto& dout = do_rows.at(do_smem + warp_row * HS * 2, kk);
             mma_abt<HS>(s, q, k_tile, kk * 16);
             mma_abt<HS>(dp, dout, v_tile, kk * 16);
         }
@@ -415,12 +439,16 @@ __global__ __launch_bounds__(kThreads,
                              2) void dkdv_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
+    constexpr int Br = Tiles::Br;
+    constexpr int Bc = Tiles::Bc;
+    constexpr int M = Tiles::M;
     constexpr int TileBytes = Br * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
-    const uint32_t k_smem = smem_address(smem), v_smem = k_smem + Bc * HS * 2;
-    const uint32_t q_smem = v_smem + Bc * HS * 2, do_smem = q_smem + 2 * TileBytes;
+    const uint32_t k_smem = smem_address(smem);
+    const uint32_t v_smem = k_smem + Bc * HS * 2;
+    const uint32_t q_smem = v_smem + Bc * HS * 2;
+    const uint32_t do_smem = q_smem + 2 * TileBytes;
     const uint32_t lse_D_smem = do_smem + 2 * TileBytes;
     const LseDPair* lse_D =
         reinterpret_cast<const LseDPair*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);
@@ -429,8 +457,11 @@ __global__ __launch_bounds__(kThreads,
     if (threadIdx.x == 0)
         w = work_of(p, false);
     __syncthreads();
-    const int k0 = w.tile * Bc, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
-    const int first_k = k0 + warp_row, last_k = first_k + 16 * M - 1;  // the warp's
+    const int k0 = w.tile * Bc;
+    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int lane = threadIdx.x % 32;
+    const int first_k = k0 + warp_row;
+    const int last_k = first_k + 16 * M - 1;  // the warp's
     // the first query that sees key k0 is k0 − shift
     const int first_tile = max(0, k0 - p.shift) / Br;
     const int q_tiles = (p.Tq + Br - 1) / Br;
@@ -438,7 +469,8 @@ __global__ __launch_bounds__(kThreads,
     // Queries past Tq arrive as zeros, as do their dO and D, so they add nothing. Keys past Tk fill
     // rows that are never written.
     auto load_q = [&](int j) {
-        const int stage = j & 1, row = j * Br + threadIdx.x;
+        const int stage = j & 1;
+        const int row = j * Br + threadIdx.x;
         load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token,
                                     j * Br, p.Tq);
         load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS),
@@ -452,12 +484,14 @@ __global__ __launch_bounds__(kThreads,
     load_tile<HS, Bc, kThreads>(v_smem, head_of(p.v, w, HS), p.v.token, k0, p.Tk);
     load_q(first_tile);
 
-    float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
+    float dk[M][HS / 8][4] = {};
+    float dv[M][HS / 8][4] = {};
     auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2,
-                       do_tile = q_tile + 2 * TileBytes;
-        float s[M][kSub / 8][4] = {}, dp[M][kSub / 8][4];  // transposed: rows are keys
+        const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2;
+        const uint32_t do_tile = q_tile + 2 * TileBytes;
+        float s[M][kSub / 8][4] = {};
+        float dp[M][kSub / 8][4];  // transposed: rows are keys
         uint32_t a[M][4];
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {

@@ -120,8 +120,11 @@ struct Work {
 // the longest.
 template <int Br, int Bc>
 __device__ __forceinline__ Work work_item(const Problem& p, int item) {
-    const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
-    const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
+    const int first = item / (p.group * p.tiles) * p.group;
+    const int size = min(p.group, p.heads - first);
+    const int i = item - first * p.tiles;
+    const int tile = i / size;
+    const int bh = first + i % size;
     const int q0 = (p.Tq + 63) / 64 * 64 - (tile + 1) * Br;
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     return {.b = bh / p.NH, .h = bh % p.NH, .q0 = q0, .k_tiles = (k_end + Bc - 1) / Bc};
@@ -184,7 +187,9 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
                                          const CUtensorMap& k_map, const CUtensorMap& v_map,
                                          const Problem& p) {
     using Tiles = ForwardTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, W = Tiles::Warpgroups;
+    constexpr int Br = Tiles::Br;
+    constexpr int Bc = Tiles::Bc;
+    constexpr int W = Tiles::Warpgroups;
     Cursor<Tiles::Stages> at;
     Work w;
     // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared
@@ -255,8 +260,8 @@ struct Consumer {
     // Starts S = Q Kᵀ for the tile's first keys, as many as s has columns.
     template <int N>
     __device__ __forceinline__ void multiply_qk(float (&s)[N][4]) {
-        const uint64_t q_descriptor = wgmma_descriptor(q),
-                       k_descriptor = wgmma_descriptor(shared.k(at.stage));
+        const uint64_t q_descriptor = wgmma_descriptor(q);
+        const uint64_t k_descriptor = wgmma_descriptor(shared.k(at.stage));
         wgmma_fence();
         for (int kk = 0; kk < HS / 16; kk++)
             wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
@@ -271,9 +276,10 @@ struct Consumer {
         auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
 #pragma unroll 1
         for (int kk = 0; kk < HS / 16; kk++) {
-            const uint32_t q_tile = q + kk / 4 * 64 * 128,
-                           k_tile = shared.k(at.stage) + kk / 4 * Bc * 128;
-            uint32_t a[4], b[4];
+            const uint32_t q_tile = q + kk / 4 * 64 * 128;
+            const uint32_t k_tile = shared.k(at.stage) + kk / 4 * Bc * 128;
+            uint32_t a[4];
+            uint32_t b[4];
             ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
             for (int n = 0; n < Bc / 8; n += 2) {
                 ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8,
@@ -318,7 +324,8 @@ struct Consumer {
                         s[n][2 * r + e] = -INFINITY;
         }
         for (int r = 0; r < 2; r++) {
-            float x0 = m[r], x1 = s[0][2 * r + 1];
+            float x0 = m[r];
+            float x1 = s[0][2 * r + 1];
             for (int n = 0; n < N; n++) {
                 x0 = fmaxf(x0, s[n][2 * r]);
                 x1 = fmaxf(x1, s[n][2 * r + 1]);

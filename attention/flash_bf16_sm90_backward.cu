@@ -125,18 +125,24 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout,
                                                        const __grid_constant__ Args<HS, Y> args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     grid_allow_dependents();
-    constexpr int Br = Tiles<HS>::Br, Lanes = HS / 8;
+    constexpr int Br = Tiles<HS>::Br;
+    constexpr int Lanes = HS / 8;
     static_assert(Br * Lanes == 1024);
     // Blocks that run together read whole tokens: the heads of one come one after the other.
-    const int q_tiles = args.order.q_tiles, h = blockIdx.x % args.order.NH,
-              tile = blockIdx.x / args.order.NH % q_tiles, b = blockIdx.x / args.order.NH / q_tiles,
-              bh = b * args.order.NH + h;
+    const int q_tiles = args.order.q_tiles;
+    const int h = blockIdx.x % args.order.NH;
+    const int tile = blockIdx.x / args.order.NH % q_tiles;
+    const int b = blockIdx.x / args.order.NH / q_tiles;
+    const int bh = b * args.order.NH + h;
     if (threadIdx.x == 0 && blockIdx.x == 0)
         *args.ticket = 0;
     if (threadIdx.x < 2)
         *args.turn(args.order.turn_index(bh, threadIdx.x), tile) = 0;
-    const int row = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, t = tile * Br + row;
-    const size_t read = min(t, args.order.Tq - 1), column = h * HS + lane * 8;
+    const int row = threadIdx.x / Lanes;
+    const int lane = threadIdx.x % Lanes;
+    const int t = tile * Br + row;
+    const size_t read = min(t, args.order.Tq - 1);
+    const size_t column = h * HS + lane * 8;
     float D = dot8(
         *reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch + read * dout.token + column),
         *reinterpret_cast<const uint4*>(out.ptr + b * out.batch + read * out.token + column));
@@ -236,13 +242,15 @@ __device__ __forceinline__ void loader(const Args<HS, Y>& args, const Control<HS
             return;
         }
         const Work w = args.order.work(next);
-        const int b = w.bh / args.order.NH, h = w.bh % args.order.NH;
+        const int b = w.bh / args.order.NH;
+        const int h = w.bh % args.order.NH;
         auto load = [&](int to, const CUtensorMap& map, uint32_t barrier, int rows, int t) {
             for (int d = 0; d < HS; d += 64)
                 tma_load_4d(control.base + to + d * rows * 2, &map, barrier, d, h, t, b);
         };
         auto load_q = [&](int i) {
-            const uint32_t q_full = control.at(QFull, n), stage = n & 1;
+            const uint32_t q_full = control.at(QFull, n);
+            const uint32_t stage = n & 1;
             mbarrier_wait(control.at(QEmpty, n), n >> 1 & 1 ^ 1);
             mbarrier_arrive_expect(q_full, 2 * T::QBytes + T::LseDBytes);
             load(T::Q + stage * T::QBytes, args.q, q_full, T::Br, i * T::Br);
@@ -278,10 +286,11 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
         Work w = args.order.work(next);
         // Other blocks wait while this thread computes or waits. So it computes before the loop
         // what it can, and asks for the next turn while dQ is on its way.
-        const int sums = args.order.sum_index(w.bh, wg), turns = args.order.turn_index(w.bh, wg);
+        const int sums = args.order.sum_index(w.bh, wg);
+        const int turns = args.order.turn_index(w.bh, wg);
         for (int i = w.i, seen = 0; w.left > 0; w.left--, i += w.step, n++) {
-            const int last = args.order.last_k_tile(i),
-                      turn = w.step > 0 ? last - w.k_tile : w.k_tile;
+            const int last = args.order.last_k_tile(i);
+            const int turn = w.step > 0 ? last - w.k_tile : w.k_tile;
             // A sum begins where another head's was: that has been read when its last key tile has
             // had its turn.
             const bool inherits = turn == 0 && w.bh + args.order.sum_heads < args.order.heads;
@@ -292,8 +301,10 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
                 seen = load_acquire_gpu(at);
             mbarrier_wait(control.at(DqFull, wg), n & 1);
             if (turn == last) {  // dQ itself
-                const int b = w.bh / args.order.NH, h = w.bh % args.order.NH;
-                const int d0 = HS == 128 ? 64 * wg : 0, t = i * T::Br + (HS == 64 ? 64 * wg : 0);
+                const int b = w.bh / args.order.NH;
+                const int h = w.bh % args.order.NH;
+                const int d0 = HS == 128 ? 64 * wg : 0;
+                const int t = i * T::Br + (HS == 64 ? 64 * wg : 0);
                 for (int d = 0; d < 64; d += 128 / sizeof(Y))
                     tma_store_4d(&args.dq, dq_smem + d * 64 * sizeof(Y), d0 + d, h, t, b);
             } else if (turn == 0) {
@@ -319,7 +330,9 @@ __device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS
         const Item next = control.wait_item(item);
         if (next.k_tile < 0)
             return;
-        const int b = next.bh / args.order.NH, h = next.bh % args.order.NH, t = next.k_tile * T::Bc;
+        const int b = next.bh / args.order.NH;
+        const int h = next.bh % args.order.NH;
+        const int t = next.k_tile * T::Bc;
         mbarrier_wait(control.at(KvDone), item & 1);
         if constexpr (Args<HS, Y>::kFits) {
             const int dk =
@@ -361,8 +374,8 @@ __device__ __forceinline__ void place(const float (&c)[N][4], float factor,
             stmatrix_x4((block ^ n % 8 << 4) + n / 8 * rows * 128, a);
         } else {
             for (int i = 0; i < 4; i++) {  // a piece of 16 bytes is two lanes'
-                const int piece = 2 * ((n + i / 2) % 4) + lane_id() % 4 / 2 ^ lane_id() / 4,
-                          r = i % 2;
+                const int piece = 2 * ((n + i / 2) % 4) + lane_id() % 4 / 2 ^ lane_id() / 4;
+                const int r = i % 2;
                 *reinterpret_cast<float2*>(mine + (n / 4 * rows + 8 * r) * 128 + piece * 16) =
                     make_float2(factor * c[n + i / 2][2 * r], factor * c[n + i / 2][2 * r + 1]);
             }
@@ -396,8 +409,11 @@ __device__ __forceinline__ void add_product(float (&d)[HS / 8][4],
 template <int HS, class Y>
 __device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Args<HS, Y>& args,
                                      const Work& w, int row) {
-    constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    const int k0 = w.k_tile * Bc, q0 = w.i * Br, shift = args.order.shift;
+    constexpr int Br = Tiles<HS>::Br;
+    constexpr int Bc = Tiles<HS>::Bc;
+    const int k0 = w.k_tile * Bc;
+    const int q0 = w.i * Br;
+    const int shift = args.order.shift;
     if (q0 + shift >= k0 + Bc - 1 && k0 + Bc <= args.order.Tk)
         return;
     const int lane = lane_id();  // a register less in the loop
@@ -432,7 +448,8 @@ __device__ __forceinline__ void put_dq(float (&dq)[8][4], const Args<HS, Y>& arg
                                        const Control<HS>& control, const Work& w, int n, int i,
                                        int warp) {
     using T = Tiles<HS>;
-    const int wg = warp / 4 - 1, last = args.order.last_k_tile(i);
+    const int wg = warp / 4 - 1;
+    const int last = args.order.last_k_tile(i);
     const bool ends = w.k_tile == (w.step > 0 ? 0 : last);
     if (ends && last > 0) {
         while (load_acquire_gpu(args.turn(args.order.turn_index(w.bh, wg), i)) < last) {
@@ -458,11 +475,13 @@ __device__ __forceinline__ void put_dq(float (&dq)[8][4], const Args<HS, Y>& arg
 template <int HS, class Y>
 __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<HS>& control) {
     using T = Tiles<HS>;
-    constexpr int Br = T::Br, Bc = T::Bc;
+    constexpr int Br = T::Br;
+    constexpr int Bc = T::Bc;
     const uint32_t base = control.base;
     const int lane = threadIdx.x % 32;
     // so they are known to be uniform
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const int wg = warp / 4 - 1;
     // the warp's first key in the tile
     const int row = 64 * wg + 16 * (warp % 4);
 
@@ -495,7 +514,9 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
         const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
         // dQ is shared out by queries at HS 64, by columns at HS 128: 64 × 64 a warpgroup.
         const uint64_t k_transposed = wgmma_descriptor(k_smem + (HS == 128 ? wg : 0) * Bc * 128);
-        float dk[HS / 8][4] = {}, dv[HS / 8][4] = {}, dq[8][4];
+        float dk[HS / 8][4] = {};
+        float dv[HS / 8][4] = {};
+        float dq[8][4];
         auto start_dq = [&](int n) {
             mbarrier_wait(control.at(DsFull, n), n >> 1 & 1);
             const uint64_t ds_transposed = wgmma_descriptor(base + T::Ds + (n & 1) * T::DsBytes +
@@ -515,8 +536,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
         const int first = n;
 #pragma unroll 1
         do {
-            const uint32_t q_smem = base + T::Q + (n & 1) * T::QBytes,
-                           do_smem = base + T::Do + (n & 1) * T::QBytes;
+            const uint32_t q_smem = base + T::Q + (n & 1) * T::QBytes;
+            const uint32_t do_smem = base + T::Do + (n & 1) * T::QBytes;
             // Of this lane's columns 8c and 8c + 1: [4c].
             const unsigned char* const lse_D = control.smem + T::LseD + (n & 1) * T::LseDBytes;
             const float2* const lse_log2 = reinterpret_cast<const float2*>(lse_D) + lane % 4;
@@ -612,8 +633,10 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             place<Y>(dv, 1.f, control, T::Ds, row, Bc);
             fence_proxy_async();
         } else {
-            const int b = w.bh / args.order.NH, h = w.bh % args.order.NH, k0 = w.k_tile * Bc + row,
-                      Tk = args.order.Tk;
+            const int b = w.bh / args.order.NH;
+            const int h = w.bh % args.order.NH;
+            const int k0 = w.k_tile * Bc + row;
+            const int Tk = args.order.Tk;
             store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token, k0, Tk);
             store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token, k0, Tk);
         }
@@ -674,11 +697,13 @@ struct Scratch {
 
 template <int HS, class Y>
 void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
-    constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
+    constexpr int Br = Tiles<HS>::Br;
+    constexpr int Bc = Tiles<HS>::Bc;
     const AttentionShape& s = c.s;
     const typename Args<HS, Y>::Order order(s);
     const Scratch<HS> scratch(s);
-    const size_t heads = order.heads, tiles = heads * std::max(order.q_tiles, order.k_tiles);
+    const size_t heads = order.heads;
+    const size_t tiles = heads * std::max(order.q_tiles, order.k_tiles);
     if (tiles > INT_MAX / 4)
         throw Error(
             format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));

@@ -101,7 +101,8 @@ __device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_h
     uint32_t k_hi[HS / 16][N / 2][4];
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int kk = 0; kk < HS / 16; kk++) {
-        uint32_t q_lo[M][4], k_lo[4];
+        uint32_t q_lo[M][4];
+        uint32_t k_lo[4];
         load_a<HS>(q_lo, again(q_lo_tile), 16 * kk);
         for (int n = 0; n < N; n += 2) {
             ldmatrix_x4(k_hi[kk][n / 2], block16_b<HS>(k_tile.hi, 8 * n, 16 * kk));
@@ -181,7 +182,8 @@ struct Softmax {
                 // What an addition loses to rounding is kept for the next (Kahan), because all of a
                 // row's P, and D, have l's error. If one key has most of the weight, every other
                 // tile's sum is small beside l.
-                const float addend = sum - excess.of[i][r], l_new = l[i][r] + addend;
+                const float addend = sum - excess.of[i][r];
+                const float l_new = l[i][r] + addend;
                 excess.of[i][r] = (l_new - l[i][r]) - addend;
                 l[i][r] = l_new;
             }
@@ -209,7 +211,10 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     const __grid_constant__ ForwardArgs<float, float> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = kM<HS>;
+    constexpr int Br = Tiles::Br;
+    constexpr int Bc = Tiles::Bc;
+    constexpr int Sub = Tiles::Sub;
+    constexpr int M = kM<HS>;
     using KV = Stream<HS, Bc, kThreads>;
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
@@ -219,7 +224,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     if (threadIdx.x == 0)
         w = work_of(p, true);
     __syncthreads();
-    const int warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int lane = threadIdx.x % 32;
     auto first_q = [&] { return w.tile * Br + warp_row; };  // the warp's
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
@@ -251,7 +257,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     for (int j = k_tiles - 1; j >= 0; j--) {
         const auto largest = kv.split_tiles();
         copy_kv(j - 1);
-        const int k_exponent = exponent_for(largest.x), v_exponent = exponent_for(largest.y);
+        const int k_exponent = exponent_for(largest.x);
+        const int v_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
         // Not 0, whatever underflows, because the mask's −∞ times it must stay −∞.
         const float s_unit =
@@ -264,7 +271,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
             const int ahead = k0 - p.shift - first_q();
             if (k0 >= p.Tk || ahead > 16 * M - 1)
                 continue;
-            const auto k_tile = kv.x_tile().at(sub * HS * 2), v_tile = kv.y_tile().at(sub * HS * 2);
+            const auto k_tile = kv.x_tile().at(sub * HS * 2);
+            const auto v_tile = kv.y_tile().at(sub * HS * 2);
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
                 scores<HS>(s, q_hi, q_lo_tile, k_tile);
@@ -280,7 +288,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
                         }
                 }
                 softmax.weigh(s, o, s_unit, l_excess);
-                uint32_t p_hi[Sub / 16][M][4], p_lo[Sub / 16][M][4];
+                uint32_t p_hi[Sub / 16][M][4];
+                uint32_t p_lo[Sub / 16][M][4];
                 to_a(p_hi, p_lo, s, kPScale);
                 add_product_ab<HS, Sub>(o, p_hi, p_lo, v_tile, o_unit);
             };
@@ -293,7 +302,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 
     float lse[M][2];
     softmax.finish(o, lse);
-    const int q0 = w.tile * Br, first_row = first_q() + lane / 4;
+    const int q0 = w.tile * Br;
+    const int first_row = first_q() + lane / 4;
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const int t = first_row + 16 * i + 8 * r;
@@ -354,9 +364,11 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
                                           float (&D)[M][2], unsigned char* q_rows,
                                           const BackwardArgs& args, const Work& w,
                                           FirstRow first_q) {
-    constexpr int Rows = 16 * M, QLo = DqTiles<HS>::Br * HS * 2;
+    constexpr int Rows = 16 * M;
+    constexpr int QLo = DqTiles<HS>::Br * HS * 2;
     const Problem<float>& p = args.p;
-    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.at(2 * QLo);
+    const PairTile<QLo> q_tile{smem_address(q_rows)};
+    const PairTile<QLo> do_tile = q_tile.at(2 * QLo);
     const int lane = threadIdx.x % 32;
     // has, in its columns, the diagonal of row lane/4
     const int src_lane = lane / 4 * 4 + lane / 8;
@@ -388,7 +400,10 @@ __global__ __launch_bounds__(kThreads,
                              2) void dq_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = kM<HS>, Rows = 16 * M;
+    constexpr int Br = Tiles::Br;
+    constexpr int Bc = Tiles::Bc;
+    constexpr int M = kM<HS>;
+    constexpr int Rows = 16 * M;
     constexpr int QLo = Br * HS * 2;
     using KV = Stream<HS, Bc, kThreads>;
     const Problem<float>& p = args.p;
@@ -399,7 +414,8 @@ __global__ __launch_bounds__(kThreads,
     if (threadIdx.x == 0)
         w = work_of(p, true);
     __syncthreads();
-    const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * Rows;
+    const int lane = threadIdx.x % 32;
     // the warp's
     auto first_q = [&] { return w.tile * Br + static_cast<int>(thread_again() / 32 * Rows); };
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
@@ -411,8 +427,12 @@ __global__ __launch_bounds__(kThreads,
     copy_kv(0);
 
     unsigned char* q_rows = smem + warp_row * HS * 2;
-    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.at(2 * QLo);
-    float q_unit, do_unit, lse_log2[M][2], D[M][2];
+    const PairTile<QLo> q_tile{smem_address(q_rows)};
+    const PairTile<QLo> do_tile = q_tile.at(2 * QLo);
+    float q_unit;
+    float do_unit;
+    float lse_log2[M][2];
+    float D[M][2];
     load_rows<HS>(q_unit, do_unit, lse_log2, D, q_rows, args, w, first_q);
     float dS_sum[M][2] = {};  // over this lane's columns
     // likewise, in units of 2^-30, because floats would lose what is small beside 1
@@ -437,12 +457,15 @@ __global__ __launch_bounds__(kThreads,
         const int k0 = j * Bc;
         if (k0 > first_q() + Rows - 1 + p.shift)
             continue;
-        const float k_unit = unit_for(largest.x), s_unit = p.scale_log2 * q_unit * k_unit;
+        const float k_unit = unit_for(largest.x);
+        const float s_unit = p.scale_log2 * q_unit * k_unit;
         const float dp_unit = do_unit * unit_for(largest.y);
         auto step = [&](auto masked) {
             constexpr bool Masked = decltype(masked)::value;
-            float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {}, P_tile[M][2] = {},
-                            dS_tile[M][2] = {};
+            float s[M][Bc / 8][4] = {};
+            float dp[M][Bc / 8][4] = {};
+            float P_tile[M][2] = {};
+            float dS_tile[M][2] = {};
             product_abt<HS, 2>(s, q_tile, kv.x_tile());
             product_abt<HS, 1>(dp, do_tile, kv.y_tile());
             const int first_row = first_q();
@@ -464,7 +487,8 @@ __global__ __launch_bounds__(kThreads,
                     dS_sum[i][r] += dS_tile[i][r];
                 }
             const uint32_t dS_largest = largest_of(s);
-            uint32_t hi[Bc / 16][M][4], lo[Bc / 16][M][4];
+            uint32_t hi[Bc / 16][M][4];
+            uint32_t lo[Bc / 16][M][4];
             to_a(hi, lo, s, factor_for(dS_largest));
             add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), unit_for(dS_largest) * k_unit);
         };
@@ -506,15 +530,16 @@ __global__ __launch_bounds__(kThreads,
                         dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
             } else {
                 // What rounding took from lse_log2, from log2(e) and from lse.
-                const float lse = args.lse.ptr[w.bh * args.lse.head + row],
-                            rest = args.lse_rest.ptr[w.bh * args.lse_rest.head + row];
+                const float lse = args.lse.ptr[w.bh * args.lse.head + row];
+                const float rest = args.lse_rest.ptr[w.bh * args.lse_rest.head + row];
                 change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
             }
             const float factor = p.scale * (1.f - kLn2 * change);
             scale_row(dq, i, r, factor);
             if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
                 const float lse = lse_log2[i][r] + change;
-                const float rest = (lse_log2[i][r] - lse) + change, f = 1.f - kLn2 * rest;
+                const float rest = (lse_log2[i][r] - lse) + change;
+                const float f = 1.f - kLn2 * rest;
                 args.lse_D[at] = {.lse_log2 = lse, .D = D[i][r] * f};
                 args.factors[at] = f;
             }
@@ -535,7 +560,10 @@ __global__ __launch_bounds__(kThreads,
                              2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = kM<HS>, Rows = 16 * M;
+    constexpr int Br = Tiles::Br;
+    constexpr int Bc = Tiles::Bc;
+    constexpr int M = kM<HS>;
+    constexpr int Rows = 16 * M;
     constexpr int KLo = Bc * HS * 2;
     using QdO = Stream<HS, Br, kThreads>;
     const Problem<float>& p = args.p;
@@ -548,7 +576,8 @@ __global__ __launch_bounds__(kThreads,
     if (threadIdx.x == 0)
         w = work_of(p, false);
     __syncthreads();
-    const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * Rows;
+    const int lane = threadIdx.x % 32;
     auto first_k = [&] { return w.tile * Bc + warp_row; };  // the warp's
     // the first query that sees key k0 is k0 − shift
     const int first_tile = max(0, w.tile * Bc - p.shift) / Br;
@@ -561,7 +590,8 @@ __global__ __launch_bounds__(kThreads,
         q_do.copy(p.q, args.dout, w, j * Br, p.Tq);
         if (threadIdx.x < Br) {
             const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
-            const uint32_t stage = smem_address(lse_D_smem), i = (j & 1) * Br + threadIdx.x;
+            const uint32_t stage = smem_address(lse_D_smem);
+            const uint32_t i = (j & 1) * Br + threadIdx.x;
             cp_async_8(stage + i * 8, args.lse_D + at, row < p.Tq);
             cp_async_4(stage + 16 * Br + i * 4, args.factors + at, row < p.Tq);
         }
@@ -579,8 +609,10 @@ __global__ __launch_bounds__(kThreads,
         units[threadIdx.x / 32] = {.k = k_unit, .v = v_unit};
         __syncwarp();
     }
-    const PairTile<KLo> k_tile{smem_address(k_rows)}, v_tile = k_tile.at(2 * KLo);
-    float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
+    const PairTile<KLo> k_tile{smem_address(k_rows)};
+    const PairTile<KLo> v_tile = k_tile.at(2 * KLo);
+    float dk[M][HS / 8][4] = {};
+    float dv[M][HS / 8][4] = {};
 
     for (int j = first_tile; j < q_tiles; j++) {
         const auto largest = q_do.split_tiles(
@@ -590,17 +622,21 @@ __global__ __launch_bounds__(kThreads,
             });
         if (j + 1 < q_tiles)
             copy_q(j + 1);
-        const int q_exponent = exponent_for(largest.x), do_exponent = exponent_for(largest.y);
+        const int q_exponent = exponent_for(largest.x);
+        const int do_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
-        const int keys = p.Tk - first_k(), ahead = first_k() - p.shift - j * Br;
+        const int keys = p.Tk - first_k();
+        const int ahead = first_k() - p.shift - j * Br;
         if (ahead > Br - 1)
             continue;
         auto step = [&](auto masked) {
             const float q_unit = power_of_two(-q_exponent);
             const LseDPair* lse_D =
                 reinterpret_cast<const LseDPair*>(lse_D_smem) + (j & 1) * Br / 2;
-            float s[M][Br / 8][4] = {}, dp[M][Br / 8][4] = {};  // transposed: rows are keys
-            uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];      // P, then dS
+            float s[M][Br / 8][4] = {};
+            float dp[M][Br / 8][4] = {};  // transposed: rows are keys
+            uint32_t hi[Br / 16][M][4];
+            uint32_t lo[Br / 16][M][4];  // P, then dS
             product_abt<HS, 2>(s, k_tile, q_do.x_tile());
             const float s_unit =
                 fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].k);

@@ -199,7 +199,8 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
                           int b_row) {
 #pragma unroll 8
     for (int k = 0; k < K; k++) {
-        float a_regs[M], b_regs[N];
+        float a_regs[M];
+        float b_regs[N];
         load(a_regs, a + k * a_row);
         load(b_regs, b + k * b_row, 4 * kLaneCols);
         for (int i = 0; i < M; i++)
@@ -250,22 +251,29 @@ __device__ void store_out(const ForwardArgs& args, int b, int h, int row, int co
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) {
-    constexpr int HS = Tile::HS, Br = Tile::Br, Bc = Tile::Bc, kRow = Tile::kRow,
-                  kPRow = Tile::kPRow;
-    constexpr int M = Br / kWarps / kLaneRows, N = Bc / kLaneCols, kOut = HS / kLaneCols;
+    constexpr int HS = Tile::HS;
+    constexpr int Br = Tile::Br;
+    constexpr int Bc = Tile::Bc;
+    constexpr int kRow = Tile::kRow;
+    constexpr int kPRow = Tile::kPRow;
+    constexpr int M = Br / kWarps / kLaneRows;
+    constexpr int N = Bc / kLaneCols;
+    constexpr int kOut = HS / kLaneCols;
     extern __shared__ float4 smem[];
     float* q_smem = reinterpret_cast<float*>(smem);  // (Br, HS), scaled
     float* kv_smem = q_smem + Br * kRow;             // (Bc, HS), K and V in turn
     float* p_smem = kv_smem + Bc * kRow;             // (Br, Bc)
 
     // Longest rows first, so that short ones fill the gaps at the end.
-    const int b = blockIdx.x / args.NH, h = blockIdx.x % args.NH,
-              q0 = (gridDim.y - 1 - blockIdx.y) * Br;
+    const int b = blockIdx.x / args.NH;
+    const int h = blockIdx.x % args.NH;
+    const int q0 = (gridDim.y - 1 - blockIdx.y) * Br;
     const float* q = args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS;
     const float* k = args.k.ptr + b * args.k.batch + h * HS;
     const float* v = args.v.ptr + b * args.v.batch + h * HS;
     // this thread's first
-    const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row(), col = lane_col();
+    const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row();
+    const int col = lane_col();
 
     const int q_end = min(q0 + Br, args.Tq);
     const int kv_end = min(args.Tk, q_end + args.shift);           // keys that the last row sees
@@ -278,7 +286,9 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
     fetch<Bc, HS>(kv_stage, k, args.k.token, kv_end);
     store<Bc, HS>(kv_smem, kv_stage);
 
-    float o_regs[M][kOut] = {}, m[M], l[M] = {};  // l is of this thread's columns only
+    float o_regs[M][kOut] = {};
+    float m[M];
+    float l[M] = {};  // l is of this thread's columns only
     for (int i = 0; i < M; i++)
         m[i] = -INFINITY;
 
@@ -348,14 +358,18 @@ template <int HS>
 __global__ void D_kernel(float* D, Heads<const float> dout, Heads<const float> out, int Tq, int NH,
                          size_t rows) {
     constexpr int kLanes = HS / kTerms;
-    const size_t thread = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x,
-                 row = thread / kLanes;
-    const size_t h = row % NH, t = row / NH % Tq, b = row / NH / Tq;
+    const size_t thread = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
+    const size_t row = thread / kLanes;
+    const size_t h = row % NH;
+    const size_t t = row / NH % Tq;
+    const size_t b = row / NH / Tq;
     float sum = 0.f;
     if (row < rows) {
         const int column = thread % kLanes * kTerms;
-        const float *x = dout.row(b, t, h, HS) + column, *y = out.row(b, t, h, HS) + column;
-        float x_regs[kTerms], y_regs[kTerms];
+        const float* x = dout.row(b, t, h, HS) + column;
+        const float* y = out.row(b, t, h, HS) + column;
+        float x_regs[kTerms];
+        float y_regs[kTerms];
         load(x_regs, x);
         load(y_regs, y);
         for (int i = 0; i < kTerms; i++)
@@ -377,17 +391,24 @@ constexpr float kLargeLse = 16;
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args) {
-    constexpr int HS = Tile::HS, Br = Tile::Br, Bc = Tile::Bc, kRow = Tile::kRow;
-    constexpr int M = Br / kWarps / kLaneRows, N = Bc / kLaneCols;
+    constexpr int HS = Tile::HS;
+    constexpr int Br = Tile::Br;
+    constexpr int Bc = Tile::Bc;
+    constexpr int kRow = Tile::kRow;
+    constexpr int M = Br / kWarps / kLaneRows;
+    constexpr int N = Bc / kLaneCols;
     extern __shared__ float4 smem[];
     float* q_smem = reinterpret_cast<float*>(smem);  // (Br, HS), scaled
     float* k_smem = q_smem + Br * kRow;              // (Bc, HS)
 
-    const int b = blockIdx.x / args.NH, h = blockIdx.x % args.NH,
-              q0 = (gridDim.y - 1 - blockIdx.y) * Br;
+    const int b = blockIdx.x / args.NH;
+    const int h = blockIdx.x % args.NH;
+    const int q0 = (gridDim.y - 1 - blockIdx.y) * Br;
     // this thread's first
-    const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row(), col = lane_col();
-    float lse[M], sum[M] = {};
+    const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row();
+    const int col = lane_col();
+    float lse[M];
+    float sum[M] = {};
     bool large = args.Tq < args.Tk;
     for (int i = 0; i < M; i++) {
         const int t = q0 + row + i * kLaneRows;
@@ -396,7 +417,8 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
     }
     large = __syncthreads_or(large);
     if (large) {
-        const int q_end = min(q0 + Br, args.Tq), kv_end = min(args.Tk, q_end + args.shift);
+        const int q_end = min(q0 + Br, args.Tq);
+        const int kv_end = min(args.Tk, q_end + args.shift);
         float4 q_stage[kStage<Br, HS>];
         fetch<Br, HS>(q_stage, args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS,
                       args.q.token, q_end - q0);
@@ -452,10 +474,15 @@ __device__ void put4(float* to, const float* x, bool add = false, float factor =
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args) {
-    constexpr int HS = Tile::HS, Br = Tile::Br, Bc = Tile::Bc, kRow = Tile::kRow,
-                  kPRow = Tile::kPRow;
-    constexpr int M = Br / kWarps / kLaneRows, N = Bc / kLaneCols;      // S, dP: rows are queries
-    constexpr int Mk = Bc / kWarps / kLaneRows, kOut = HS / kLaneCols;  // dK, dV: rows are keys
+    constexpr int HS = Tile::HS;
+    constexpr int Br = Tile::Br;
+    constexpr int Bc = Tile::Bc;
+    constexpr int kRow = Tile::kRow;
+    constexpr int kPRow = Tile::kPRow;
+    constexpr int M = Br / kWarps / kLaneRows;
+    constexpr int N = Bc / kLaneCols;  // S, dP: rows are queries
+    constexpr int Mk = Bc / kWarps / kLaneRows;
+    constexpr int kOut = HS / kLaneCols;  // dK, dV: rows are keys
     extern __shared__ float4 smem[];
     float* k_smem = reinterpret_cast<float*>(smem);  // (Bc, HS)
     float* v_smem = k_smem + Bc * kRow;              // (Bc, HS)
@@ -469,10 +496,13 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     if (threadIdx.x == 0)
         ticket_smem = atomicAdd(args.ticket, 1);
     __syncthreads();
-    const int bh = ticket_smem % args.heads, key_tile = ticket_smem / args.heads,
-              kv0 = key_tile * Bc;
-    const int b = bh / args.NH, h = bh % args.NH;
-    const int warp = threadIdx.x / 32, col = lane_col();
+    const int bh = ticket_smem % args.heads;
+    const int key_tile = ticket_smem / args.heads;
+    const int kv0 = key_tile * Bc;
+    const int b = bh / args.NH;
+    const int h = bh % args.NH;
+    const int warp = threadIdx.x / 32;
+    const int col = lane_col();
     const int row = warp * (Br / kWarps) + lane_row();       // this thread's first query
     const int key = warp * (Bc / kWarps) + Mk * lane_row();  // and key, in dK and dV
 
@@ -507,10 +537,13 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 
     // Goes from the last query tile back, so that all key tiles meet it first. They wait for one
     // another once, at the start, and follow at a distance.
-    float dk_regs[Mk][kOut] = {}, dv_regs[Mk][kOut] = {};
+    float dk_regs[Mk][kOut] = {};
+    float dv_regs[Mk][kOut] = {};
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
         const int q0 = tile * Br;
-        float lse[M], rest[M], D[M];
+        float lse[M];
+        float rest[M];
+        float D[M];
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
             // a row past Tq has P = 0
@@ -615,8 +648,8 @@ Args common_args(const Call& c) {
     if (s.Tq > (1 << 20) || s.Tk > (1 << 20) ||
         static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
         throw Error(
-            format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, B·NH·T "
-                   "≤ 2^36); "
+            format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, "
+                   "B·NH·T ≤ 2^36); "
                    "split the batch or the sequence",
                    kName, s.B, s.Tq, s.Tk, s.NH));
     Args args{};
@@ -680,7 +713,8 @@ size_t scratch_bytes(const AttentionShape& s) {
 }
 void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     const AttentionShape& s = c.s;
-    float *D = static_cast<float*>(c.scratch), *rest = D + s.rows();
+    float* D = static_cast<float*>(c.scratch);
+    float* rest = D + s.rows();
     auto args = common_args<BackwardArgs>(c);
     args.heads = s.B * s.NH, args.dout = c.dout, args.lse = c.lse, args.D = D;
     args.dq = c.dq, args.dk = c.dk, args.dv = c.dv;

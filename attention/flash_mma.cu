@@ -71,7 +71,8 @@ using Accumulator = float[N / 8][4];  // 16 rows of N columns
 template <int HS, int N>
 __device__ void load_tile(Tile<HS, N>& tile, const Heads<const bf16>& head, int row0, int end) {
     // threads of a row, and rows of a step
-    constexpr int kLanes = HS / 8, kStep = kThreads / kLanes;
+    constexpr int kLanes = HS / 8;
+    constexpr int kStep = kThreads / kLanes;
     const int d = threadIdx.x % kLanes * 8;
     int row = threadIdx.x / kLanes;
     const bf16* src = head.ptr + (row0 + row) * head.token + d;
@@ -89,7 +90,8 @@ template <int HS>
 __device__ void load_rows(Fragments<HS>& regs, const Heads<const bf16>& head, int row, int end) {
     for (int kk = 0; kk < HS / 16; kk++)
         for (int i = 0; i < 4; i++) {
-            const int r = row + i % 2 * 8, d = 16 * kk + i / 2 * 8 + threadIdx.x % 4 * 2;
+            const int r = row + i % 2 * 8;
+            const int d = 16 * kk + i / 2 * 8 + threadIdx.x % 4 * 2;
             regs[kk][i] =
                 r < end ? *reinterpret_cast<const uint32_t*>(head.ptr + r * head.token + d) : 0;
         }
@@ -136,7 +138,8 @@ __device__ void add_product(Accumulator<HS>& o, const Accumulator<N>& p,
     const int lane = threadIdx.x % 32;
     // [quote]
     for (int kk = 0; kk < N; kk += 16) {
-        const float (&left)[4] = p[kk / 8], (&right)[4] = p[kk / 8 + 1];
+        const float (&left)[4] = p[kk / 8];
+        const float (&right)[4] = p[kk / 8 + 1];
         const uint32_t p_regs[4] = {pack_bf16(left[0], left[1]), pack_bf16(left[2], left[3]),
                                     pack_bf16(right[0], right[1]), pack_bf16(right[2], right[3])};
         for (int n = 0; n < HS; n += 16) {
@@ -165,7 +168,8 @@ struct Work {
     int bh, b, h, row0;  // the head, and the block's first row
     __device__ Work(int heads, int NH, bool last_first)
         : bh(blockIdx.x % heads), b(bh / NH), h(bh % NH) {
-        const int tile = blockIdx.x / heads, tiles = gridDim.x / heads;
+        const int tile = blockIdx.x / heads;
+        const int tiles = gridDim.x / heads;
         row0 = (last_first ? tiles - 1 - tile : tile) * kRows;
     }
     template <int HS, class X>
@@ -186,20 +190,25 @@ struct Work {
 template <int HS>
 __global__ void __launch_bounds__(kThreads) forward_kernel(ForwardArgs args) {
 #if __CUDA_ARCH__ >= 800
-    constexpr int Br = kRows, Bc = 64;
+    constexpr int Br = kRows;
+    constexpr int Bc = 64;
     __shared__ __align__(16) Tile<HS, Bc> k_smem, v_smem;
     const Work w(args.heads, args.s.NH, true);
     // of a fragment: this lane's row and column
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4 * 2;
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int c = lane % 4 * 2;
     // this lane's queries are row0 and row0 + 8
     const int row0 = w.row0 + threadIdx.x / 32 * 16 + g;
-    const int Tq = args.s.Tq, Tk = args.s.Tk;
+    const int Tq = args.s.Tq;
+    const int Tk = args.s.Tk;
     Fragments<HS> q_regs;
     load_rows<HS>(q_regs, w.head<HS>(args.q), row0, Tq);
 
     Accumulator<HS> o = {};
     // of this lane's two rows. l is of its own columns until the end
-    float m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    float m[2] = {-INFINITY, -INFINITY};
+    float l[2] = {};
     for (int kv0 = 0; kv0 < min(Tk, w.row0 + Br + args.shift); kv0 += Bc) {
         __syncthreads();  // everyone is done with the last tile
         load_tile<HS, Bc>(k_smem, w.head<HS>(args.k), kv0, Tk);
@@ -258,17 +267,24 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(ForwardArgs args) {
 template <int HS>
 __global__ void __launch_bounds__(kThreads) dq_kernel(BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
-    constexpr int Br = kRows, Bc = kPassing;
+    constexpr int Br = kRows;
+    constexpr int Bc = kPassing;
     __shared__ __align__(16) Tile<HS, Bc> k_smem, v_smem;
     const Work w(args.heads, args.s.NH, true);
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4 * 2;
-    const int row0 = w.row0 + threadIdx.x / 32 * 16 + g, T = args.s.Tq;
-    Fragments<HS> q_regs, do_regs, o_regs;
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int c = lane % 4 * 2;
+    const int row0 = w.row0 + threadIdx.x / 32 * 16 + g;
+    const int T = args.s.Tq;
+    Fragments<HS> q_regs;
+    Fragments<HS> do_regs;
+    Fragments<HS> o_regs;
     load_rows<HS>(q_regs, w.head<HS>(args.q), row0, T);
     load_rows<HS>(do_regs, w.head<HS>(args.dout), row0, T);
     load_rows<HS>(o_regs, w.head<HS>(args.out), row0, T);
 
-    float D[2] = {}, lse_log2[2];
+    float D[2] = {};
+    float lse_log2[2];
     for (int kk = 0; kk < HS / 16; kk++)
         for (int i = 0; i < 4; i++) {
             const auto& x = reinterpret_cast<const __nv_bfloat162&>(do_regs[kk][i]);
@@ -290,12 +306,14 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(BackwardArgs args) {
         load_tile<HS, Bc>(k_smem, w.head<HS>(args.k), kv0, T);
         load_tile<HS, Bc>(v_smem, w.head<HS>(args.v), kv0, T);
         __syncthreads();  // the tile is there
-        Accumulator<Bc> s, dp;
+        Accumulator<Bc> s;
+        Accumulator<Bc> dp;
         multiply<HS, Bc>(s, q_regs, k_smem);
         multiply<HS, Bc>(dp, do_regs, v_smem);
         for (int n = 0; n < Bc / 8; n++)
             for (int e = 0; e < 4; e++) {
-                const int r = e / 2, key = kv0 + 8 * n + c + e % 2;
+                const int r = e / 2;
+                const int key = kv0 + 8 * n + c + e % 2;
                 const bool seen = key < T && key <= row0 + 8 * r + args.shift;
                 const float p = exp2_approx(s[n][e] * args.scale_log2 - lse_log2[r]);
                 s[n][e] = seen ? p * (dp[n][e] - D[r]) : 0.f;  // S becomes dS
@@ -314,14 +332,19 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(BackwardArgs args) {
     __shared__ __align__(16) Tile<HS, Br> q_smem, do_smem;
     __shared__ float lse_smem[Br], D_smem[Br];  // lse_smem is lse·log2(e)
     const Work w(args.heads, args.s.NH, false);
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4 * 2;
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int c = lane % 4 * 2;
     // this lane's keys are row0 and row0 + 8
-    const int row0 = w.row0 + threadIdx.x / 32 * 16 + g, T = args.s.Tq;
-    Fragments<HS> k_regs, v_regs;
+    const int row0 = w.row0 + threadIdx.x / 32 * 16 + g;
+    const int T = args.s.Tq;
+    Fragments<HS> k_regs;
+    Fragments<HS> v_regs;
     load_rows<HS>(k_regs, w.head<HS>(args.k), row0, T);
     load_rows<HS>(v_regs, w.head<HS>(args.v), row0, T);
 
-    Accumulator<HS> dk = {}, dv = {};
+    Accumulator<HS> dk = {};
+    Accumulator<HS> dv = {};
     for (int q0 = max(0, w.row0 - args.shift); q0 < T; q0 += Br) {
         __syncthreads();  // everyone is done with the last tile
         load_tile<HS, Br>(q_smem, w.head<HS>(args.q), q0, T);
@@ -332,8 +355,9 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(BackwardArgs args) {
             lse_smem[threadIdx.x] = row < T ? w.stats(args.lse)[row] * kLog2e : INFINITY;
             D_smem[threadIdx.x] = row < T ? w.stats(args.D)[row] : 0.f;
         }
-        __syncthreads();        // the tile is there
-        Accumulator<Br> s, dp;  // transposed: rows are keys
+        __syncthreads();  // the tile is there
+        Accumulator<Br> s;
+        Accumulator<Br> dp;  // transposed: rows are keys
         multiply<HS, Br>(s, k_regs, q_smem);
         for (int n = 0; n < Br / 8; n++)
             for (int e = 0; e < 4; e++) {

@@ -117,7 +117,8 @@ struct Work {
     // the block's first row, this thread's row and line
     int row0, row, line = threadIdx.x % kSplit<HS>;
     __device__ Work(int heads, int NH, bool last_first) {
-        const int tile = blockIdx.x / heads, tiles = gridDim.x / heads;
+        const int tile = blockIdx.x / heads;
+        const int tiles = gridDim.x / heads;
         bh = blockIdx.x % heads;
         b = bh / NH;
         h = bh % NH;
@@ -140,13 +141,16 @@ struct Work {
 
 template <int HS>
 __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) {
-    constexpr int Br = kThreads / kSplit<HS>, Bc = kPassing / kSplit<HS>;
+    constexpr int Br = kThreads / kSplit<HS>;
+    constexpr int Bc = kPassing / kSplit<HS>;
     __shared__ __align__(16) Line q_smem[kThreads], k_smem[kPassing], v_smem[kPassing];
     const Work<HS> w(args.heads, args.s.NH, true);
-    const int Tq = args.s.Tq, Tk = args.s.Tk;
+    const int Tq = args.s.Tq;
+    const int Tk = args.s.Tk;
     load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
 
-    float o[kOwn] = {}, m = -INFINITY;
+    float o[kOwn] = {};
+    float m = -INFINITY;
     // in fp32 its rounding errors would be D's, the same for all keys, and add up in dQ
     double l = 0.;
     for (int kv0 = 0; kv0 < min(Tk, w.row0 + Br + args.shift); kv0 += Bc) {
@@ -155,7 +159,9 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
         load_tile<HS>(v_smem, w.head(args.v), args.v.token, kv0, Tk);
         __syncthreads();  // the tile is there
         // [quote]
-        float s[Bc], m_new = m, l_tile = 0.f;
+        float s[Bc];
+        float m_new = m;
+        float l_tile = 0.f;
         dot_rows<HS>(s, q_smem[threadIdx.x], k_smem[w.line]);
         for (int j = 0; j < Bc; j++) {
             if (kv0 + j >= Tk || kv0 + j > w.row + args.shift)
@@ -185,17 +191,21 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
 
 template <int HS>
 __global__ void __launch_bounds__(kThreads, 4) dq_kernel(BackwardArgs args) {
-    constexpr int Br = kThreads / kSplit<HS>, Bc = kPassing / kSplit<HS>;
+    constexpr int Br = kThreads / kSplit<HS>;
+    constexpr int Bc = kPassing / kSplit<HS>;
     __shared__ __align__(16) Line q_smem[kThreads], do_smem[kThreads], k_smem[kPassing],
         v_smem[kPassing];
     const Work<HS> w(args.heads, args.s.NH, true);
-    const int Tq = args.s.Tq, Tk = args.s.Tk;
+    const int Tq = args.s.Tq;
+    const int Tk = args.s.Tk;
     load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
     load_tile<HS>(do_smem, w.head(args.dout), args.dout.token, w.row0, Tq);
     __syncthreads();
     // D is summed like dO Vᵀ. So dP − D is exactly 0 where one key has all the weight, because O is
     // its V.
-    float D[1], dq[kOwn] = {}, sum = 0.f;
+    float D[1];
+    float dq[kOwn] = {};
+    float sum = 0.f;
     const int row = min(w.row, Tq - 1);  // threads without a row compute another one's again
     dot_rows<HS>(D, do_smem[threadIdx.x], w.head(args.out) + row * args.out.token + w.line * kOwn);
     const float lse = args.lse.ptr[w.bh * args.lse.head + row];
@@ -205,7 +215,9 @@ __global__ void __launch_bounds__(kThreads, 4) dq_kernel(BackwardArgs args) {
         load_tile<HS>(k_smem, w.head(args.k), args.k.token, kv0, Tk);
         load_tile<HS>(v_smem, w.head(args.v), args.v.token, kv0, Tk);
         __syncthreads();
-        float p[Bc], ds[Bc], sum_tile = 0.f;
+        float p[Bc];
+        float ds[Bc];
+        float sum_tile = 0.f;
         dot_rows<HS>(p, q_smem[threadIdx.x], k_smem[w.line]);
         dot_rows<HS>(ds, do_smem[threadIdx.x], v_smem[w.line]);
         for (int j = 0; j < Bc; j++) {
@@ -227,24 +239,28 @@ __global__ void __launch_bounds__(kThreads, 4) dq_kernel(BackwardArgs args) {
 template <int HS>
 __global__ void __launch_bounds__(kThreads, 4) dkdv_kernel(BackwardArgs args) {
     // half as many, because there are two sums
-    constexpr int kLines = kPassing / 2, Br = kLines / kSplit<HS>;
+    constexpr int kLines = kPassing / 2;
+    constexpr int Br = kLines / kSplit<HS>;
     __shared__ __align__(16) Line k_smem[kThreads], v_smem[kThreads], q_smem[kLines],
         do_smem[kLines];
     const Work<HS> w(args.heads, args.s.NH, false);  // its rows are keys
-    const int Tq = args.s.Tq, Tk = args.s.Tk;
-    const float *lse = args.lse.ptr + w.bh * args.lse.head,
-                *D = args.D + static_cast<size_t>(w.bh) * Tq;
+    const int Tq = args.s.Tq;
+    const int Tk = args.s.Tk;
+    const float* lse = args.lse.ptr + w.bh * args.lse.head;
+    const float* D = args.D + static_cast<size_t>(w.bh) * Tq;
     const float* inverse_sum = args.inverse_sum + static_cast<size_t>(w.bh) * Tq;
     load_tile<HS>(k_smem, w.head(args.k), args.k.token, w.row0, Tk);
     load_tile<HS>(v_smem, w.head(args.v), args.v.token, w.row0, Tk);
 
-    float dk[kOwn] = {}, dv[kOwn] = {};
+    float dk[kOwn] = {};
+    float dv[kOwn] = {};
     for (int q0 = max(0, w.row0 - args.shift); q0 < Tq; q0 += Br) {
         __syncthreads();
         load_tile<HS>(q_smem, w.head(args.q), args.q.token, q0, Tq, args.scale);
         load_tile<HS>(do_smem, w.head(args.dout), args.dout.token, q0, Tq);
         __syncthreads();
-        float p[Br], ds[Br];
+        float p[Br];
+        float ds[Br];
         dot_rows<HS>(p, k_smem[threadIdx.x], q_smem[w.line]);
         dot_rows<HS>(ds, v_smem[threadIdx.x], do_smem[w.line]);
         for (int i = 0; i < Br; i++) {

@@ -99,15 +99,19 @@ __global__ void __launch_bounds__(kThreads)
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ Args args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char smem[];
-    const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Smem<HS>::K,
-                   v_smem = q_smem + Smem<HS>::V;
+    const uint32_t q_smem = smem_address(smem);
+    const uint32_t k_smem = q_smem + Smem<HS>::K;
+    const uint32_t v_smem = q_smem + Smem<HS>::V;
     const auto barrier = [&](Barrier x) { return q_smem + Smem<HS>::Barriers + 8 * x; };
     // Blocks take the last tile of every head first. Its rows see the most keys, so the last to
     // finish are short.
-    const int bh = blockIdx.x % args.heads, b = bh / args.s.NH, h = bh % args.s.NH;
+    const int bh = blockIdx.x % args.heads;
+    const int b = bh / args.s.NH;
+    const int h = bh % args.s.NH;
     const int q0 = (gridDim.x / args.heads - 1 - blockIdx.x / args.heads) * Br;
     // its rows: row0 and row0 + 8
-    const int lane = threadIdx.x % 32, row0 = q0 + threadIdx.x / 32 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32;
+    const int row0 = q0 + threadIdx.x / 32 * 16 + lane / 4;
     const bool leader = threadIdx.x == 0;
 
     if (leader) {
@@ -119,15 +123,20 @@ __global__ void __launch_bounds__(kThreads)
         load_tile<Bc, HS>(v_smem, v_map, barrier(VFull), 0, h, b);
     }
     __syncthreads();  // the barriers are there for all
-    const uint64_t q_tile = wgmma_descriptor(q_smem), k_tile = wgmma_descriptor(k_smem),
-                   v_tile = wgmma_descriptor(v_smem, Bc * 128);
+    const uint64_t q_tile = wgmma_descriptor(q_smem);
+    const uint64_t k_tile = wgmma_descriptor(k_smem);
+    const uint64_t v_tile = wgmma_descriptor(v_smem, Bc * 128);
     mbarrier_wait(barrier(QFull), parity(0));
 
-    float s[Bc / 8][4], o[HS / 8][4] = {};
+    float s[Bc / 8][4];
+    float o[HS / 8][4] = {};
     uint32_t p_regs[Bc / 16][4];
     // of this lane's two rows. l is of its own columns until the end
-    float m[2] = {-INFINITY, -INFINITY}, l[2] = {};
-    const int Tq = args.s.Tq, Tk = args.s.Tk, tiles = (min(Tk, q0 + Br + args.shift) + Bc - 1) / Bc;
+    float m[2] = {-INFINITY, -INFINITY};
+    float l[2] = {};
+    const int Tq = args.s.Tq;
+    const int Tk = args.s.Tk;
+    const int tiles = (min(Tk, q0 + Br + args.shift) + Bc - 1) / Bc;
     for (int j = 0; j < tiles; j++) {
         const int kv0 = j * Bc;
         // [quote]

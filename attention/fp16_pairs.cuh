@@ -101,7 +101,8 @@ __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&
     const unsigned row = thread / (HS / 4), col = thread % (HS / 4);
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int i = 0; i < N; i++) {
-        uint2 h, l;
+        uint2 h;
+        uint2 l;
         split(h.x, l.x, x[i].x * factor, x[i].y * factor);
         split(h.y, l.y, x[i].z * factor, x[i].w * factor);
         unsigned char* at =
@@ -158,7 +159,9 @@ __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const fl
 template <int HS, int Chains, int M, int N, int ALo, int BLo>
 __device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a_tile,
                                             PairTile<BLo> b_tile) {
-    uint32_t hi[M][4], lo[M][4], b[4];
+    uint32_t hi[M][4];
+    uint32_t lo[M][4];
+    uint32_t b[4];
     a_tile.hi = again(a_tile.hi), b_tile.hi = again(b_tile.hi);
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS; kk += 16) {
@@ -201,7 +204,8 @@ __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4],
     tile.hi = again(tile.hi);
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
         float c[M][Slice][4] = {};
-        uint32_t b_hi[K / 16][Slice / 2][4], b[4];
+        uint32_t b_hi[K / 16][Slice / 2][4];
+        uint32_t b[4];
         // [quote]
         for (int kk = 0; kk < K / 16; kk++)
             for (int n = 0; n < Slice; n += 2) {
@@ -223,8 +227,8 @@ __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4],
 
 // Two floats from two pairs of halves.
 __device__ __forceinline__ float2 join(uint32_t hi, uint32_t lo) {
-    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&hi)),
-                 b = __half22float2(*reinterpret_cast<const __half2*>(&lo));
+    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&hi));
+    const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&lo));
     return make_float2(a.x + b.x, a.y + b.y);
 }
 
@@ -259,7 +263,8 @@ struct Stream {
     // needs no barrier, because each thread will read only what it copied itself.
     __device__ __forceinline__ void copy(const Heads<const float>& x, const Heads<const float>& y,
                                          const Work& w, int row0, int end) const {
-        const float *x_head = head_of(x, w, HS), *y_head = head_of(y, w, HS);
+        const float* x_head = head_of(x, w, HS);
+        const float* y_head = head_of(y, w, HS);
         copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token, row0, end);
         copy_tile(smem_address(smem) + 3 * Pair, y_head, y.token, row0, end);
     }
@@ -285,13 +290,15 @@ struct Stream {
         } maxima;  // the bits of each warp's
         const unsigned thread = thread_again();
         cp_async_wait<0>();
-        const float4 *x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread,
-                     *y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
-        float4 x[Pieces], y[Pieces];
+        const float4* x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread;
+        const float4* y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
+        float4 x[Pieces];
+        float4 y[Pieces];
         for (int i = 0; i < Pieces; i++)
             x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
         seen(x);
-        const uint32_t x_max = warp_largest(largest(x)), y_max = warp_largest(largest(y));
+        const uint32_t x_max = warp_largest(largest(x));
+        const uint32_t y_max = warp_largest(largest(y));
         if (thread % 32 == 0) {
             maxima.x[thread / 32] = x_max;
             maxima.y[thread / 32] = y_max;
@@ -299,8 +306,8 @@ struct Stream {
         __syncthreads();  // the maxima are there, and all have left the last tile
         const uint4 a = *reinterpret_cast<const uint4*>(maxima.x);
         const uint4 b = *reinterpret_cast<const uint4*>(maxima.y);
-        const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)),
-                       y_all = max(max(b.x, b.y), max(b.z, b.w));
+        const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w));
+        const uint32_t y_all = max(max(b.x, b.y), max(b.z, b.w));
         store_split<HS, Threads, Lo>(smem, x, factor_for(x_all), thread);
         for (int i = 0; i < Pieces; i++) {
             y[i] = y_floats[i * Threads];  // read again for lack of registers

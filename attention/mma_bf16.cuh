@@ -11,8 +11,10 @@
 template <int HS, int Rows, int Threads>
 __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_t token, int row0,
                                           int end) {
-    constexpr int Pieces = HS / 8, RowsAtOnce = Threads / Pieces;
-    const int row = threadIdx.x / Pieces, piece = threadIdx.x % Pieces;
+    constexpr int Pieces = HS / 8;
+    constexpr int RowsAtOnce = Threads / Pieces;
+    const int row = threadIdx.x / Pieces;
+    const int piece = threadIdx.x % Pieces;
     const bf16* src = head + (row0 + row) * token + piece * 8;
     for (int i = 0; i < Rows; i += RowsAtOnce, src += RowsAtOnce * token)
         cp_async_16(tile + swizzled<HS>(row + i, piece), src, row0 + row + i < end);
@@ -104,7 +106,8 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
     __syncwarp();
     constexpr int Pieces = HS / 8;
     for (int i = 0; i < 16 * M; i += 32 / Pieces) {
-        const int r = row + i + lane / Pieces, piece = lane % Pieces;
+        const int r = row + i + lane / Pieces;
+        const int piece = lane % Pieces;
         if (r < end)
             *reinterpret_cast<uint4*>(dst + r * token + piece * 8) =
                 *reinterpret_cast<const uint4*>(tile + swizzled<HS>(r, piece));

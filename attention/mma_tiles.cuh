@@ -127,9 +127,11 @@ struct Work {
 // A block takes the tile of a head that has its own number.
 template <class X>
 __device__ __forceinline__ Work work_of(const Problem<X>& p, bool descending) {
-    const int first = blockIdx.x / (p.group * p.tiles) * p.group,
-              size = min(p.group, p.heads - first);
-    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
+    const int first = blockIdx.x / (p.group * p.tiles) * p.group;
+    const int size = min(p.group, p.heads - first);
+    const int i = blockIdx.x - first * p.tiles;
+    const int tile = i / size;
+    const int bh = first + i % size;
     return {
         .tile = descending ? p.tiles - 1 - tile : tile, .bh = bh, .b = bh / p.NH, .h = bh % p.NH};
 }

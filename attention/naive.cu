@@ -56,15 +56,19 @@ __global__ void softmax_forward_kernel(X* att, Stats<float> lse, size_t rows, in
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
     if (row >= rows)
         return;  // all threads of a row, or none
-    const int lane = threadIdx.x % Threads, i = row % Tq;
-    const int keys = min(Tk, i + shift + 1), ld = row_length<X>(Tk);
+    const int lane = threadIdx.x % Threads;
+    const int i = row % Tq;
+    const int keys = min(Tk, i + shift + 1);
+    const int ld = row_length<X>(Tk);
     X* s = att + row * ld;
 
     // One pass finds the maximum m and the sum l. When m grows, what was summed so far shrinks.
-    float m = -INFINITY, l = 0.f;
+    float m = -INFINITY;
+    float l = 0.f;
     for (int j = lane * V; j < keys; j += Threads * V) {
         const Vec<X, V> x = load<V>(s + j);
-        float m_new = m, sum = 0.f;
+        float m_new = m;
+        float sum = 0.f;
         for (int e = 0; e < V; e++)
             if (j + e < keys)
                 m_new = fmaxf(m_new, x[e]);
@@ -100,14 +104,17 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
     if (row >= rows)
         return;
-    const int lane = threadIdx.x % Threads, i = row % Tq;
-    const int keys = min(Tk, i + shift + 1), ld = row_length<X>(Tk);
+    const int lane = threadIdx.x % Threads;
+    const int i = row % Tq;
+    const int keys = min(Tk, i + shift + 1);
+    const int ld = row_length<X>(Tk);
     const X* p_row = att + row * ld;
     X* dp_row = datt + row * ld;
 
     float D = 0.f;
     for (int j = lane * V; j < keys; j += Threads * V) {
-        const Vec<X, V> p = load<V>(p_row + j), dp = load<V>(dp_row + j);
+        const Vec<X, V> p = load<V>(p_row + j);
+        const Vec<X, V> dp = load<V>(dp_row + j);
         for (int e = 0; e < V; e++)
             if (j + e < keys)
                 D += p[e] * dp[e];
@@ -117,7 +124,8 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
     for (int j = lane * V; j < ld; j += Threads * V) {
         Vec<float, V> ds{};
         if (j < keys) {
-            const Vec<X, V> p = load<V>(p_row + j), dp = load<V>(dp_row + j);
+            const Vec<X, V> p = load<V>(p_row + j);
+            const Vec<X, V> dp = load<V>(dp_row + j);
             for (int e = 0; e < V; e++)
                 ds.x[e] = j + e < keys ? p[e] * (dp[e] - D) : 0.f;
         }
@@ -211,7 +219,8 @@ template <class X, class Kernel, class... Tensors>
 void launch(const Cuda& dev, const AttentionShape& s, Kernel* of_warps, Kernel* of_blocks,
             Tensors... tensors) {
     const bool short_rows = s.Tk * sizeof(X) <= kShortRowBytes;
-    const size_t rows = s.rows(), blocks = short_rows ? (rows - 1) / (kBlock / kWarp) + 1 : rows;
+    const size_t rows = s.rows();
+    const size_t blocks = short_rows ? (rows - 1) / (kBlock / kWarp) + 1 : rows;
     if (blocks > INT_MAX)
         throw Error(format("%s: %zu rows of attention are too many for a grid", kName, rows));
     Kernel* kernel = short_rows ? of_warps : of_blocks;

@@ -51,7 +51,8 @@ struct Order {
         q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Bc);
         masked = shift < s.Tk - 1;
         // Q, dO and the sum of dQ of a group's heads fill half of L2.
-        const int group_tiles = (24 << 20) / (Br * s.HS * 8), most = 2048 / s.HS;
+        const int group_tiles = (24 << 20) / (Br * s.HS * 8);
+        const int most = 2048 / s.HS;
         group = std::clamp(group_tiles / q_tiles, 1, most);
         period = NH % 3 == 0 ? 3 : 2;
         // with 3 large heads the 4th waits: last key tiles are slow

@@ -42,7 +42,8 @@ inline double now() {  // in seconds
 
 // printf into a std::string.
 __attribute__((format(printf, 1, 2))) inline std::string format(const char* fmt, ...) {
-    va_list args, again;
+    va_list args;
+    va_list again;
     va_start(args, fmt);
     va_copy(again, args);
     std::string text(static_cast<size_t>(std::vsnprintf(nullptr, 0, fmt, args)), '\0');

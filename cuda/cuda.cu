@@ -40,7 +40,8 @@ __global__ void probe_kernel(bool* sm90a) {
 }
 
 __global__ void pause_kernel(unsigned ns) {
-    unsigned long long start, now;
+    unsigned long long start;
+    unsigned long long now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     do
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -58,7 +59,8 @@ int Cuda::count(std::string* why) {
     int n = 0;
     // The driver's threads inherit the mask. If one of them took a signal, it would end a process
     // that waits for it.
-    sigset_t all, before;
+    sigset_t all;
+    sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
     const cudaError_t status = cudaGetDeviceCount(&n);
@@ -207,7 +209,8 @@ void Cuda::profile(bool on) const {
 }
 
 size_t Cuda::free_bytes() const {
-    size_t free = 0, total = 0;
+    size_t free = 0;
+    size_t total = 0;
     CUDA_CHECK(cudaMemGetInfo(&free, &total));
     return free - std::min(free, reserved);
 }

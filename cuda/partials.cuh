@@ -14,7 +14,8 @@ constexpr int kColumnThreads = 256, kColumnWarps = kColumnThreads / kWarp;
 template <int V, int Unroll, class AddRow>
 __device__ static void column_sums(float* __restrict__ partials, size_t N, int C, AddRow add_row) {
     __shared__ float sum_smem[kColumnWarps][V][kWarp];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
     const int c = (blockIdx.x * kWarp + lane) * V;
     float sum[V] = {};
     if (c < C) {
@@ -46,7 +47,8 @@ struct Outputs {
 template <class Term>
 __device__ static float sum_of_warps(int count, Term term) {
     __shared__ float sum_smem[kWarp][kWarp];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
     float sum = 0.f;
 #pragma unroll 8
     for (int r = warp; r < count; r += kWarp)

@@ -110,11 +110,12 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
 
 // The dot product of 8 bf16 each.
 __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
-    const __nv_bfloat162 *a = reinterpret_cast<const __nv_bfloat162*>(&x),
-                         *b = reinterpret_cast<const __nv_bfloat162*>(&y);
+    const __nv_bfloat162* a = reinterpret_cast<const __nv_bfloat162*>(&x);
+    const __nv_bfloat162* b = reinterpret_cast<const __nv_bfloat162*>(&y);
     float sum = 0.f;
     for (int i = 0; i < 4; i++) {
-        const float2 u = __bfloat1622float2(a[i]), v = __bfloat1622float2(b[i]);
+        const float2 u = __bfloat1622float2(a[i]);
+        const float2 v = __bfloat1622float2(b[i]);
         sum += u.x * v.x + u.y * v.y;
     }
     return sum;

@@ -20,8 +20,8 @@ inline auto tensor_map_encoder() {
 #endif
     if (found != cudaDriverEntryPointSuccess || !function)
         throw Error(
-            "tensor_map: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12.0 or "
-            "later");
+            "tensor_map: the driver has no cuTensorMapEncodeTiled; "
+            "it must be of CUDA 12.0 or later");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
@@ -40,15 +40,16 @@ CUtensorMap tensor_map(const char* name, const Heads<X>& x, const HeadsShape& s,
     const cuuint64_t dims[4] = {cuuint64_t(s.HS), cuuint64_t(s.heads), cuuint64_t(s.T),
                                 cuuint64_t(s.B)};
     const cuuint64_t strides[3] = {s.HS * sizeof(X), x.token * sizeof(X), x.batch * sizeof(X)};
-    const cuuint32_t box[4] = {128 / sizeof(X), 1, cuuint32_t(rows), 1}, step[4] = {1, 1, 1, 1};
+    const cuuint32_t box[4] = {128 / sizeof(X), 1, cuuint32_t(rows), 1};
+    const cuuint32_t step[4] = {1, 1, 1, 1};
     const CUresult status =
         encode(&map, kType, 4, const_cast<std::remove_const_t<X>*>(x.ptr), dims, strides, box, step,
                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
         throw Error(
-            format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH "
-                   "%d, HS %d, "
+            format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, "
+                   "NH %d, HS %d, "
                    "strides %zu and %zu elements, address %p",
                    name, int(status), s.B, s.T, s.heads, s.HS, x.batch, x.token,
                    static_cast<const void*>(x.ptr)));

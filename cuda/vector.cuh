@@ -119,7 +119,8 @@ __device__ inline float warp_max(float x) {
 template <class WarpReduce>
 __device__ inline float block_reduce(float x, float neutral, WarpReduce warp_reduce) {
     __shared__ float warp_smem[kWarp];
-    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    const int warps = blockDim.x / kWarp;
     x = warp_reduce(x);
     __syncthreads();  // an earlier call's reads are done
     if (lane == 0)

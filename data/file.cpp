@@ -62,7 +62,8 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
 template <class Once, class Byte>
 static void in_pieces(const std::string& path, const char* action, Once once, int fd, Byte* p,
                       size_t bytes, size_t at) {
-    constexpr size_t kThreads = 4, kLeast = 1 << 20;
+    constexpr size_t kThreads = 4;
+    constexpr size_t kLeast = 1 << 20;
     const auto transfer = [=, &path](size_t done, size_t end) {
         while (done < end) {
             const auto n = uninterrupted([&] { return once(fd, p + done, end - done, at + done); });

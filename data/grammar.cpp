@@ -71,7 +71,8 @@ class Reader {
     void read_header() {
         if (line_[0] != '@')
             return;
-        const std::string form = read_name(), name = line_[at_] == ' ' ? read_name() : "";
+        const std::string form = read_name();
+        const std::string name = line_[at_] == ' ' ? read_name() : "";
         std::vector<std::string> columns;
         while (line_.compare(at_, 2, ": ") == 0 || line_.compare(at_, 2, ", ") == 0) {
             at_++;
@@ -114,7 +115,8 @@ class Reader {
         }
         // A list is a table of one column.
         const std::string separator = form_ == 'l' ? "," : "/";
-        std::vector<Template> firsts, columns(1);
+        std::vector<Template> firsts;
+        std::vector<Template> columns(1);
         do
             firsts.push_back(read_template(separator + "|", true));
         while (line_[at_++] == separator[0]);
@@ -195,7 +197,9 @@ class Reader {
     }
     Symbol read_slot() {  // {Name}, {name.column}, {name:rule.column!other}
         Symbol s{Symbol::choose};
-        std::string name = read_name(), of, column;
+        std::string name = read_name();
+        std::string of;
+        std::string column;
         s.capital = std::isupper(static_cast<unsigned char>(name[0]));
         name[0] = static_cast<char>(std::tolower(name[0]));
         s.variable = find(g_.variables, name);

@@ -26,7 +26,8 @@ uint64_t permute(uint64_t index, uint64_t n, uint64_t key) {
         half_bits++;
     const uint64_t mask = (uint64_t{1} << half_bits) - 1;
     do {
-        uint64_t left = index >> half_bits, right = index & mask;
+        uint64_t left = index >> half_bits;
+        uint64_t right = index & mask;
         for (uint64_t round = 0; round < 6; round++) {
             const uint64_t next = left ^ (mix(key ^ mix(right << 3 | round)) & mask);
             left = right;
@@ -134,8 +135,8 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
                        header[0]) +
                 (header[0] == kModelMagic ? "this is a model checkpoint, give token shards as data"
                  : only_file
-                     ? "give llm.c token shards, or rename a text file so that it does not end in "
-                       ".bin"
+                     ? "give llm.c token shards, or rename a text file so that it "
+                       "does not end in .bin"
                      : "a pattern takes token shards only, a text file has to be given alone"));
         return read_text(file, tokenizer);
     }
@@ -148,8 +149,8 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
     file.require(header[2] >= 0,
                  format("damaged header: number of tokens at offset 8: expected 0..%d, found %d",
                         INT_MAX, header[2]));
-    const uint64_t tokens = static_cast<uint64_t>(header[2]),
-                   expected = kHeaderBytes + tokens * sizeof(uint16_t);
+    const uint64_t tokens = static_cast<uint64_t>(header[2]);
+    const uint64_t expected = kHeaderBytes + tokens * sizeof(uint16_t);
     file.require(
         file.size == expected,
         format("%s: the header says %zu tokens, expected %zu bytes, found %zu",
@@ -194,7 +195,8 @@ Loader::Loader(const Source& source, int B, int T, int vocab, bool shuffle, uint
 // A shard's last window needs the first token of the one that would follow it.
 std::string Loader::left_out() const {
     constexpr size_t kNamed = 10;
-    uint64_t tails = 0, in_short = 0;
+    uint64_t tails = 0;
+    uint64_t in_short = 0;
     size_t count = 0;
     std::string names;
     for (const Shard& shard : shards_) {
@@ -305,7 +307,8 @@ void Loader::restore(const LoaderState& state) {
 // not count, because moved data is the same data. The tokens of a text do, because another
 // tokenizer makes other data of it.
 uint64_t Loader::identity() const {
-    constexpr uint64_t kBlockBytes = 4096, kBlocks = 256;
+    constexpr uint64_t kBlockBytes = 4096;
+    constexpr uint64_t kBlocks = 256;
     const uint64_t blocks = std::max<uint64_t>(3, kBlocks / shards_.size());
     std::vector<char> block(kBlockBytes);
     uint64_t hash = shards_.size();

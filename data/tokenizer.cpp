@@ -55,7 +55,8 @@ size_t end_of_word(const std::string& text, size_t at) {
         for (const std::string_view ending : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
             if (text.compare(at, ending.size(), ending) == 0)
                 return at + ending.size();
-    size_t begin = at, last = at;  // of the last character
+    size_t begin = at;
+    size_t last = at;  // of the last character
     if (text[at] == ' ' && at + 1 < text.size() && kind_of(text, at + 1) != 'S')
         begin++;
     const char kind = kind_of(text, begin);
@@ -178,7 +179,8 @@ void Tokenizer::encode_word(const std::string& word, std::vector<int>& tokens) c
         size_t end;
         auto operator<=>(const Pair&) const = default;  // by token, then from left to right
     };
-    std::vector<size_t> next(n + 1), previous(n + 1);  // where the parts beside the part at i begin
+    std::vector<size_t> next(n + 1);
+    std::vector<size_t> previous(n + 1);  // where the parts beside the part at i begin
     std::iota(next.begin(), next.end(), 1);
     std::iota(previous.begin(), previous.end(), -1);
     std::priority_queue<Pair, std::vector<Pair>, std::greater<>> pairs;

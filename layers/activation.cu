@@ -36,8 +36,10 @@ __global__ void __launch_bounds__(kColumnThreads)
     activation_backward_kernel(X* dinp, float* __restrict__ partials, X* __restrict__ out,
                                const X* __restrict__ inp, const X* dout, size_t N, int C) {
     column_sums<V, 2>(partials, N, C, [=](size_t row, int c, float (&sum)[V]) {
-        const auto x = load<V>(inp + row * C + c), dy = load<V>(dout + row * C + c);
-        Vec<float, V> y, dx;
+        const auto x = load<V>(inp + row * C + c);
+        const auto dy = load<V>(dout + row * C + c);
+        Vec<float, V> y;
+        Vec<float, V> dx;
         for (int k = 0; k < V; k++) {
             const Activation f(x[k]);
             y.x[k] = f.value();

@@ -47,7 +47,8 @@ __device__ inline float update(float p, float& m, float& v, float g, float decay
                                const Plan& plan) {
     m = plan.beta1 * m + (1.f - plan.beta1) * g;
     v = plan.beta2 * v + (1.f - plan.beta2) * g * g;
-    const float m_hat = m * plan.correction1, v_hat = v * plan.correction2;
+    const float m_hat = m * plan.correction1;
+    const float v_hat = v * plan.correction2;
     return p - plan.lr * (m_hat * reciprocal_approx(sqrt_approx(v_hat) + plan.eps) + decay * p);
 }
 
@@ -58,7 +59,9 @@ __device__ inline void update_elements(size_t i, size_t s, X* params, float* mas
                                        float* v, const float* grads, float clip, float decay,
                                        const Plan& plan) {
     const size_t at = std::is_same_v<X, float> ? i : s;  // of the master
-    auto p4 = load<V>(master + at), m4 = load<V>(m + s), v4 = load<V>(v + s);
+    auto p4 = load<V>(master + at);
+    auto m4 = load<V>(m + s);
+    auto v4 = load<V>(v + s);
     const auto g4 = load<V>(grads + s);
     for (int k = 0; k < V; k++)
         p4.x[k] = update(p4[k], m4.x[k], v4.x[k], clip * g4[k], decay, plan);
@@ -82,11 +85,13 @@ __global__ void __launch_bounds__(kThreads)
     while (blockIdx.x < plan.ranges[r].first_block)
         r--;
     const Plan::Range& range = plan.ranges[r];
-    unsigned block = blockIdx.x - range.first_block, piece = 0;
+    unsigned block = blockIdx.x - range.first_block;
+    unsigned piece = 0;
     // one GPU never divides
     if (block >= range.blocks)
         piece = block / range.blocks, block %= range.blocks;
-    const size_t begin = range.begin + piece * range.stride, end = begin + range.size;
+    const size_t begin = range.begin + piece * range.stride;
+    const size_t end = begin + range.size;
     const size_t skipped = range.skipped + piece * (range.stride - range.size);
     const float decay = range.decay;
 
@@ -94,7 +99,8 @@ __global__ void __launch_bounds__(kThreads)
     // groups, because nvcc 13.0 no longer sees with s = i − skipped that 16 bytes can be stored at
     // once.
     const size_t group = begin / kV + static_cast<size_t>(block) * kThreads + threadIdx.x;
-    const size_t i = group * kV, s = (group - skipped / kV) * kV;
+    const size_t i = group * kV;
+    const size_t s = (group - skipped / kV) * kV;
     if (i >= begin && i + kV <= end) {
         update_elements<kV>(i, s, params, master, m, v, grads, clip, decay, plan);
     } else {

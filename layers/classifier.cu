@@ -138,8 +138,8 @@ struct Head {
     __device__ __forceinline__ float logit(int row, int v) const {  // by a warp, in units of log 2
         float sum = 0.f;
         for (int c = threadIdx.x % kWarp * 8; c < C; c += kWarp * 8) {
-            const auto x = load<8>(inp + size_t(row) * C + c),
-                       y = load<8>(weight + size_t(v) * C + c);
+            const auto x = load<8>(inp + size_t(row) * C + c);
+            const auto y = load<8>(weight + size_t(v) * C + c);
             for (int i = 0; i < 8; i++)
                 sum = fmaf(x[i], y[i], sum);
         }
@@ -162,11 +162,14 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts
 __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     rows_kernel(bf16* e, bf16* scaled, float* scales, float* losses, const float* __restrict__ sums,
                 const float* __restrict__ shifts, Head h, float dloss) {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp,
-              first = blockIdx.x * kRowsWarps;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
+    const int first = blockIdx.x * kRowsWarps;
     const int row = first + warp;
     // s, the target's own exponential, and how far c is above the target's logit, in units of log 2
-    float sum = 0.f, at_target = 1.f, above = 0.f;
+    float sum = 0.f;
+    float at_target = 1.f;
+    float above = 0.f;
     if (row < h.N) {
         for (int t = lane; t * kSm90Columns < h.Vp; t += kWarp)
             sum += sums[size_t(t) * h.N + row];
@@ -181,7 +184,8 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     for (int w = 0; w < kRowsWarps; w++) {
         if (!again_smem[w])
             continue;
-        float largest = -INFINITY, others = 0.f;
+        float largest = -INFINITY;
+        float others = 0.f;
         for (int v = warp; v < h.V; v += kRowsWarps)
             largest = fmaxf(largest, h.logit(first + w, v));
         largest = block_max(largest);
@@ -281,7 +285,8 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
                                .C = C,
                                .V = V,
                                .Vp = Vp};
-            const unsigned blocks = ceil_div(N, kRowsWarps), threads = kRowsWarps * kWarp;
+            const unsigned blocks = ceil_div(N, kRowsWarps);
+            const unsigned threads = kRowsWarps * kWarp;
             shifts_kernel<<<blocks, threads, 0, dev.stream>>>(s.shifts, head);
             LAUNCH_CHECK("shifts_kernel");
             matmul_sm90_exponentials(dev, {.N = N, .K = C, .OC = Vp},

@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(kThreads)
     const X* token = wte + size_t(tokens[row]) * C;
     const X* position = wpe + size_t(positions.of(row % T)) * C;
     for (int c = threadIdx.x % kWarp * V; c < C; c += kWarp * V) {
-        const auto x = load<V>(token + c), y = load<V>(position + c);
+        const auto x = load<V>(token + c);
+        const auto y = load<V>(position + c);
         Vec<float, V> sum;
         for (int i = 0; i < V; i++)
             sum.x[i] = x[i] + y[i];
@@ -149,7 +150,8 @@ __global__ void __launch_bounds__(kThreads)
         const int dest = plan.dest(chunk);
         for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
             // dwte is loaded before it is needed, so that it does not wait behind the sum.
-            Vec<float, V> total = {}, sum = {};
+            Vec<float, V> total = {};
+            Vec<float, V> sum = {};
             if (dest >= 0)
                 total = load<V>(dwte + size_t(dest) * C + c);
 #pragma unroll 4
@@ -174,7 +176,8 @@ __global__ void __launch_bounds__(kThreads)
     token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials,
                           const int* __restrict__ plan_ints, PlanLayout at, int C) {
     __shared__ float sum_smem[kWarps][kWarp];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
     const int c = blockIdx.y * kWarp + lane;
     const EncoderPlan<const int> plan = {.ints = plan_ints, .at = at};
     const int num_multis = plan.multis();
@@ -278,7 +281,8 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
 template <class X>
 void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout,
                       const int* plan, int B, int T, int C, const Positions& where) {
-    const size_t N = size_t(B) * T, TC = size_t(T) * C;
+    const size_t N = size_t(B) * T;
+    const size_t TC = size_t(T) * C;
     if (N == 0)
         return;
     const PlanLayout at(N);

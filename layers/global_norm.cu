@@ -105,7 +105,8 @@ void global_norm(const Cuda& dev, float* out, void* scratch, const float* x, siz
 template <class Kernel, class T>
 static unsigned long long count_with(Kernel kernel, const Cuda& dev, void* scratch, const T* x,
                                      size_t n) {
-    unsigned long long *counter = static_cast<unsigned long long*>(scratch), count = 0;
+    unsigned long long* counter = static_cast<unsigned long long*>(scratch);
+    unsigned long long count = 0;
     dev.zero(counter, sizeof *counter);
     kernel<<<reduce_blocks(dev), kThreads, 0, dev.stream>>>(counter, x, n);
     LAUNCH_CHECK("a kernel that counts");

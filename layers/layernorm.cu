@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     constexpr int kBatch = kC ? ceil_div(kC, kWarp * V) : 4;
     const int C = kC ? kC : any_C;
     extern __shared__ uint4 rows_smem[];  // (warps, C) of X
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
     const size_t turn = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
     if (turn >= N)
         return;
@@ -110,7 +111,8 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     });
     const float rstd = rsqrtf(warp_sum(squares) / C + kLayernormEps);
     each([&](int c, const Vec<X, V>& x) {
-        const auto w = load<V>(weight + c), beta = load<V>(bias + c);
+        const auto w = load<V>(weight + c);
+        const auto beta = load<V>(bias + c);
         Vec<float, V> y;
         for (int i = 0; i < V; i++)
             y.x[i] = (x[i] - mean) * rstd * w[i] + beta[i];
@@ -153,12 +155,16 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
     // With two buffers one barrier a row is enough, because a warp that is a row ahead writes the
     // other one.
     __shared__ RowSums sums_smem[2][kWarp];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
+    const int warps = blockDim.x / kWarp;
     const float inverse_C = 1.f / C;
 
     int column[K];
     Vec<X, V> w[K];
-    Vec<float, V> dweight[K] = {}, dbias[K] = {}, dsum[K] = {};
+    Vec<float, V> dweight[K] = {};
+    Vec<float, V> dbias[K] = {};
+    Vec<float, V> dsum[K] = {};
     for (int k = 0; k < K; k++) {
         column[k] = (k * blockDim.x + threadIdx.x) * V;
         if (column[k] < C)
@@ -167,8 +173,11 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
 
     int buffer = 0;
     for (size_t row = blockIdx.x; row < N; row += gridDim.x) {
-        const float m = mean[row], s = rstd[row];
-        Vec<X, V> dy[K], x[K], old[K];
+        const float m = mean[row];
+        const float s = rstd[row];
+        Vec<X, V> dy[K];
+        Vec<X, V> x[K];
+        Vec<X, V> old[K];
         for (int k = 0; k < K; k++) {
             if (column[k] >= C)
                 continue;
@@ -177,12 +186,14 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
             old[k] = load<V>(dinp + row * C + column[k]);
         }
 
-        float sum_g = 0.f, sum_gn = 0.f;
+        float sum_g = 0.f;
+        float sum_gn = 0.f;
         for (int k = 0; k < K; k++) {
             if (column[k] >= C)
                 continue;
             for (int i = 0; i < V; i++) {
-                const float n = (x[k][i] - m) * s, g = __fmul_rn(w[k][i], dy[k][i]);
+                const float n = (x[k][i] - m) * s;
+                const float g = __fmul_rn(w[k][i], dy[k][i]);
                 sum_g += g;
                 sum_gn += g * n;
                 dweight[k].x[i] += dy[k][i] * n;
@@ -193,7 +204,8 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
         if (lane == 0)
             sums_smem[buffer][warp] = {.g = sum_g, .gn = sum_gn};
         __syncthreads();
-        float mean_g = 0.f, mean_gn = 0.f;
+        float mean_g = 0.f;
+        float mean_gn = 0.f;
         for (int i = 0; i < warps; i++) {
             mean_g += sums_smem[buffer][i].g;
             mean_gn += sums_smem[buffer][i].gn;
@@ -210,7 +222,8 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
                 continue;
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
-                const float n = (x[k][i] - m) * s, g = __fmul_rn(w[k][i], dy[k][i]);
+                const float n = (x[k][i] - m) * s;
+                const float g = __fmul_rn(w[k][i], dy[k][i]);
                 dx.x[i] = old[k][i] + s * (g - mean_g - n * mean_gn);
             }
             const Vec<X, V> stored = round_to<X>(dx);
@@ -243,13 +256,16 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
                                    const bf16* weight, const float* __restrict__ mean,
                                    const float* __restrict__ rstd, size_t N) {
 #if __CUDA_ARCH__ >= 900
-    constexpr int V = 8, K = ceil_div(C, kWarp * V), W = kRowWarps<C>;
+    constexpr int V = 8;
+    constexpr int K = ceil_div(C, kWarp * V);
+    constexpr int W = kRowWarps<C>;
     // [W][kRowStages][kRows][C] of bf16, and in the end [W][kSums][C] of float
     extern __shared__ uint4 ring_smem[];
     // no registers for it, dout and inp, so each is read twice
     __shared__ alignas(16) bf16 weight_smem[C];
     __shared__ uint64_t full_smem[W][kRowStages];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
     const size_t stride = size_t{gridDim.x} * W;
     bf16* const ring =
         reinterpret_cast<bf16*>(ring_smem) + static_cast<size_t>(warp) * kRowStages * kRows * C;
@@ -278,19 +294,24 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     for (int stage = 0; stage < kRowStages; stage++)
         fetch(turn + stage * stride, stage);
 
-    float dweight[K][V] = {}, dbias[K][V] = {}, dsum[K][V] = {};
-    float m = 0.f, s = 0.f;
+    float dweight[K][V] = {};
+    float dbias[K][V] = {};
+    float dsum[K][V] = {};
+    float m = 0.f;
+    float s = 0.f;
     if (turn < N)
         m = mean[row_of_turn(turn, N)], s = rstd[row_of_turn(turn, N)];
     for (int stage = 0, phase = 0; turn < N; turn += stride) {
         const size_t row = row_of_turn(turn, N);
-        float next_m = 0.f, next_s = 0.f;
+        float next_m = 0.f;
+        float next_s = 0.f;
         if (turn + stride < N)
             next_m = mean[row - stride], next_s = rstd[row - stride];
         const bf16* const stage_smem = ring + stage * kRows * C + lane * V;
         mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
 
-        float sum_g = 0.f, sum_gn = 0.f;
+        float sum_g = 0.f;
+        float sum_gn = 0.f;
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
             if (c >= C)
@@ -299,15 +320,16 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             const auto w = load<V>(weight_smem + c);
             const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
             for (int i = 0; i < V; i++) {
-                const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
+                const float n = (x[i] - m) * s;
+                const float g = __fmul_rn(w[i], dy[i]);
                 sum_g += g;
                 sum_gn += g * n;
                 dweight[k][i] += dy[i] * n;
                 dbias[k][i] += dy[i];
             }
         }
-        const float mean_g = warp_sum(sum_g) * (1.f / C),
-                    s_mean_gn = s * warp_sum(sum_gn) * (1.f / C);
+        const float mean_g = warp_sum(sum_g) * (1.f / C);
+        const float s_mean_gn = s * warp_sum(sum_gn) * (1.f / C);
         // stops the compiler from keeping what is read above, because there are no registers for it
         __syncwarp();
         for (int k = 0; k < K; k++) {
@@ -432,7 +454,8 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
             return;
     }
     const bool few = backward_threads(C) <= kFewThreads;
-    constexpr int V = kVec<X>, kMany = kMaxChannels / kBackwardColumns;
+    constexpr int V = kVec<X>;
+    constexpr int kMany = kMaxChannels / kBackwardColumns;
     auto kernel =
         few ? layernorm_backward_kernel<X, 1, kFewThreads> : layernorm_backward_kernel<X, 1, kMany>;
     if (vectorises<X>(C, dinp, dout, inp, weight, partials))

@@ -64,7 +64,8 @@ struct MatmulPlan {
     }
     cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm,
                        const MatmulOperands& o, bool accumulate) {
-        const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
+        const float alpha = 1.f;
+        const float beta = accumulate ? 1.f : 0.f;
         return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.addend(),
                               &d, o.d, &d, &algorithm, dev.workspace, Cuda::kWorkspaceBytes,
                               dev.stream);
@@ -135,8 +136,7 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
     if (status != CUBLAS_STATUS_SUCCESS || found == 0)
         throw Error(format(
             "cuBLASLt has no algorithm for a %s matmul of %zu x %zu x %zu (pointers aligned to %d, "
-            "%d and %d "
-            "bytes) on %s%s",
+            "%d and %d bytes) on %s%s",
             name_of(p.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d,
             dev.name.c_str(),
             p.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32"

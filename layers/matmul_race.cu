@@ -17,7 +17,8 @@ template <class X>
 __global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool second) {
     for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K;
          i += size_t(gridDim.x) * kThreads) {
-        const size_t line = k_inner ? i / K : i % lines, k = k_inner ? i % K : i / lines;
+        const size_t line = k_inner ? i / K : i % lines;
+        const size_t k = k_inner ? i % K : i / lines;
         const bool mirror = set == 0 && k > K - 1 - k;
         const auto h = mix64(mix64(2 * set + second + 1) + line * K + (mirror ? K - 1 - k : k));
         float value = 1.f + (h >> 40) * 0x1p-24f;  // random bits to the last
@@ -53,7 +54,8 @@ struct Outcomes {
 // Milliseconds that three runs take.
 template <class F>
 float time_of(const Cuda& dev, F run) {
-    cudaEvent_t start, end;
+    cudaEvent_t start;
+    cudaEvent_t end;
     CUDA_CHECK(cudaEventCreate(&start));
     CUDA_CHECK(cudaEventCreate(&end));
     CUDA_CHECK(cudaEventRecord(start, dev.stream));
@@ -91,9 +93,10 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     for (const void* x : {o.a, o.b, static_cast<const void*>(o.d), static_cast<const void*>(o.pre)})
         if (reinterpret_cast<uintptr_t>(x) % 4)
             return result;  // checksums read words
-    const size_t a_bytes = p.rows * p.k * size_of(p.in), b_bytes = p.k * p.cols * size_of(p.in),
-                 d_bytes = p.rows * p.cols * size_of(p.out),
-                 pre_bytes = p.rows * p.cols * size_of(p.in);
+    const size_t a_bytes = p.rows * p.k * size_of(p.in);
+    const size_t b_bytes = p.k * p.cols * size_of(p.in);
+    const size_t d_bytes = p.rows * p.cols * size_of(p.out);
+    const size_t pre_bytes = p.rows * p.cols * size_of(p.in);
     const auto sum = [&](const void* x, size_t bytes) {
         return checksum(dev, dev.workspace, x, bytes);
     };
@@ -104,8 +107,9 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     // added to.
     const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
     const bool in_place = p.accumulate && !o.c;
-    const size_t b_at = aligned(a_bytes), d_at = b_at + aligned(b_bytes),
-                 bytes = d_at + (in_place ? d_bytes : 0);
+    const size_t b_at = aligned(a_bytes);
+    const size_t d_at = b_at + aligned(b_bytes);
+    const size_t bytes = d_at + (in_place ? d_bytes : 0);
     if (dev.free_bytes() < 2 * bytes)
         return result;
     char* memory;

@@ -60,7 +60,8 @@ NcclComm::NcclComm(NcclComm& all, int first, int count)
 }
 
 void NcclComm::begin() {
-    int least = 0, greatest = 0;
+    int least = 0;
+    int greatest = 0;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
     CUDA_CHECK(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming));

@@ -115,8 +115,8 @@ Place place_from_environment() {
         place.port = number_of("MASTER_PORT", 1, 65535 - taken) + taken;
     } else if (place.local_size < place.size || variable("MASTER_PORT") != "") {
         throw UsageError(
-            "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, or use --gpus "
-            "N");
+            "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, "
+            "or use --gpus N");
     } else {
         if (place.job.empty())
             place.job = std::to_string(getppid());  // MPICH gives none
@@ -153,7 +153,8 @@ int launch_ranks(int count, char** argv) {
     for (const char* name : {"MASTER_ADDR", "MASTER_PORT"})
         unsetenv(name);
     // Signals wait until next_signal takes them, so there are no handlers and no races.
-    sigset_t taken, before;
+    sigset_t taken;
+    sigset_t before;
     sigemptyset(&taken);
     for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD})
         sigaddset(&taken, signal);
@@ -163,7 +164,8 @@ int launch_ranks(int count, char** argv) {
 
     std::map<pid_t, int> running;  // ranks
     for (int rank = 0; rank < count; rank++) {
-        const pid_t parent = getpid(), pid = fork();
+        const pid_t parent = getpid();
+        const pid_t pid = fork();
         if (pid < 0)
             throw Error(format("--gpus: cannot start rank %d: %s", rank, std::strerror(errno)));
         if (pid == 0) {

@@ -59,7 +59,8 @@ Fields fields_of(const std::string& hello) {
 // same.
 std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, int port,
                                                        int flags) {
-    addrinfo hints = {}, *found = nullptr;
+    addrinfo hints = {};
+    addrinfo* found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags;
     getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(), std::to_string(port).c_str(),
@@ -89,8 +90,10 @@ std::string answer_all(const Place& place, const std::string& me, const std::str
     const Socket listener(listen_at(place.address, place.port));
     std::vector<Fields> ranks(place.size);  // what they have said
     ranks[0] = fields_of(me);
-    std::list<Socket> guests, members;  // who have not said all, and the ranks that have
-    std::string missing, refused = "nobody";
+    std::list<Socket> guests;
+    std::list<Socket> members;  // who have not said all, and the ranks that have
+    std::string missing;
+    std::string refused = "nobody";
     for (const double deadline = now() + patience;
          members.size() + 1 < ranks.size() && now() < deadline;) {
         pollfd p = {listener.fd, POLLIN, 0};
@@ -220,7 +223,7 @@ int listen_at(const std::string& address, int port) {
     const std::string why = std::strerror(errno);
     close(fd);
     throw Error(
-        format("cannot listen on port %d of %s: %s; set MASTER_ADDR to this host and MASTER_PORT "
-               "to a free port",
+        format("cannot listen on port %d of %s: %s; "
+               "set MASTER_ADDR to this host and MASTER_PORT to a free port",
                port, address.c_str(), why.c_str()));
 }

@@ -46,8 +46,8 @@ struct Buffers {
     void* scratch;
     int *stop_flags, *batch;
     static TensorList list(const Sizes& s) {
-        const size_t gradient = s.training ? s.N * s.C : 0,
-                     wide = s.recompute >= 1 ? 4 * gradient : 0;
+        const size_t gradient = s.training ? s.N * s.C : 0;
+        const size_t wide = s.recompute >= 1 ? 4 * gradient : 0;
         TensorList t;
         // (chunk, Vp): the classifier works on a chunk of rows at a time. Backward needs no logits,
         // and from --recompute 1 on it has the gradient of fch, then of qkv here, (N, 4C).

@@ -29,9 +29,12 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 // llm.c's model files
 
 size_t Config::num_parameters() const {
-    const size_t c = static_cast<size_t>(C), norm = 2 * c;
-    const size_t qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c,
-                 fcproj = 4 * c * c + c;
+    const size_t c = static_cast<size_t>(C);
+    const size_t norm = 2 * c;
+    const size_t qkv = 3 * c * c + 3 * c;
+    const size_t attproj = c * c + c;
+    const size_t fc = 4 * c * c + 4 * c;
+    const size_t fcproj = 4 * c * c + c;
     return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
@@ -52,8 +55,8 @@ ModelHeader read_model_header(const std::string& path) {
     // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
     const char* const names[] = {"maxT",  "vocabulary", "layers",
                                  "heads", "channels",   "padded vocabulary"};
-    const int low[] = {1, 1, 1, 1, 1, c.V},
-              high[] = {1 << 24, 1 << 24, 1 << 12, 1 << 12, 1 << 18, 1 << 24};
+    const int low[] = {1, 1, 1, 1, 1, c.V};
+    const int high[] = {1 << 24, 1 << 24, 1 << 12, 1 << 12, 1 << 18, 1 << 24};
     for (int i = 0; i < 6; i++)
         if (h[2 + i] < low[i] || h[2 + i] > high[i])
             refuse(path, format("damaged header: %s at offset %d", names[i], 8 + 4 * i),

@@ -36,7 +36,9 @@ Validation validate(Model& model, Loader& loader, int at_most) {
     Range range("validate");
     loader.reset();
     std::vector<int> host(model.batch_ints());
-    const uint64_t B = model.B, T = model.T, all = loader.windows();
+    const uint64_t B = model.B;
+    const uint64_t T = model.T;
+    const uint64_t all = loader.windows();
     const uint64_t windows = at_most > 0 ? std::min(at_most * B, all) : all;
     std::vector<double> losses(windows);
     std::vector<typename Model::A> tokens(B * T);
@@ -72,7 +74,9 @@ Validation validate(Model& model, Loader& loader, int at_most) {
 template <class Model>
 std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
     Range range("multiple choice");
-    const size_t B = model.B, T = model.T, N = B * T;
+    const size_t B = model.B;
+    const size_t T = model.T;
+    const size_t N = B * T;
     struct Row {
         size_t choice;
         size_t ending;
@@ -102,8 +106,8 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         model.dev.download(position.data(), model.losses(), N * sizeof(position[0]));
         for (size_t r = first; r < last; r++) {
             const auto [i, e] = rows[r];
-            const size_t begin = (r - first) * T + choices[i].context.size() - 1,
-                         n = choices[i].endings[e].size();
+            const size_t begin = (r - first) * T + choices[i].context.size() - 1;
+            const size_t n = choices[i].endings[e].size();
             means[r] =
                 std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }

@@ -155,8 +155,8 @@ std::string options_help(const std::string& program, const std::string& about,
         // A default in the help's own words says more than its number, and a range without an end
         // says little.
         const std::string range = option.range;
-        const bool in_words = std::strstr(option.help, "default: "),
-                   endless = !range.empty() && range.back() == '.';
+        const bool in_words = std::strstr(option.help, "default: ");
+        const bool endless = !range.empty() && range.back() == '.';
         std::string notes = endless || (in_words && option.kind != Option::Choice) ? "" : range;
         std::string value = in_words ? "" : value_text(option);
         if (option.kind == Option::Flag && value == "off")
@@ -190,7 +190,8 @@ Fields options_settings(const std::vector<Option>& table) {
 }
 
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults) {
-    std::string text, group;
+    std::string text;
+    std::string group;
     for (size_t i = 0; i < table.size(); i++) {
         if (*table[i].group)
             group = table[i].group;

@@ -19,7 +19,8 @@ int sample_token(std::vector<float> p, const Sampling& s, double u) {
 #pragma omp simd reduction(max : top)
     for (size_t i = 0; i < p.size(); i++)
         top = std::max(top, p[i]);
-    double sum = 0, seen = 0;
+    double sum = 0;
+    double seen = 0;
     for (float& x : p)
         sum += x = std::exp((x - top) / s.temperature);
     size_t i = 0;

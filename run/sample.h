@@ -35,8 +35,9 @@ std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<in
                                               bool grown = false) {
     using X = typename Model::X;
     const auto& config = model.config;
-    const int n = static_cast<int>(context.size()), begin = window_begin(n, model.T),
-              used = n - begin;
+    const int n = static_cast<int>(context.size());
+    const int begin = window_begin(n, model.T);
+    const int used = n - begin;
     const int past = grown && begin == window_begin(n - 1, model.T) ? used - 1 : 0;
     // Rounds t up so that matmul plans are reused from text to text. The last token cannot see what
     // follows it.

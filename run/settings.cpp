@@ -24,8 +24,8 @@ std::vector<Option> Options::table() {
         {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one",
          "auto|cuda|cpu"},
         {"--recompute", "-r", O::Int, &recompute,
-         "to save memory keep 1: no activation output (1 % slower), 2: no layer norm output either "
-         "(2 %)",
+         "to save memory keep 1: no activation output (1 % slower), 2: "
+         "no layer norm output either (2 %)",
          "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
         {"--gpus", "", O::Int, &gpus,
@@ -43,9 +43,8 @@ std::vector<Option> Options::table() {
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)",
          "1..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
-         "tokens per sequence; default: the model's positions, but at most 1024 (training on a "
-         "CPU: "
-         "64)",
+         "tokens per sequence; default: the model's positions, "
+         "but at most 1024 (training on a CPU: 64)",
          "1..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
          "tokens per update, a multiple of B·T·GPUs / context-parallel; default: that", "1.."},
@@ -118,8 +117,8 @@ double Options::learning_rate(int step) const {
     if (step < warmup)
         return lr * (step + 1.0) / warmup;
     const bool wsd = schedule == "wsd";
-    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup,
-              end = wsd ? max_steps : max_steps - 1;
+    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup;
+    const int end = wsd ? max_steps : max_steps - 1;
     // 0 before it falls
     const double at = std::clamp((step - start) / std::max<double>(end - start, 1), 0.0, 1.0);
     double factor = 1;
@@ -228,7 +227,8 @@ void check_ranks(const Options& o, const Place& place, int gpus, const std::stri
 
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     // groups with sequences of their own
-    const int context = o.context_parallel, ranks = all_ranks / context;
+    const int context = o.context_parallel;
+    const int ranks = all_ranks / context;
     if (o.B == 0)
         o.B = on_cpu ? 4 : 8;
     if (o.T == 0)
@@ -236,7 +236,8 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     if (context > 1 && o.T % (2 * context))
         throw UsageError(format("--tokens %d is not a multiple of 2·--context-parallel: use -t %d",
                                 o.T, std::max(1, o.T / (2 * context)) * 2 * context));
-    const long long micro_batch = static_cast<long long>(o.B) * o.T, least = micro_batch * ranks;
+    const long long micro_batch = static_cast<long long>(o.B) * o.T;
+    const long long least = micro_batch * ranks;
     const std::string all =
         format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, ranks);
     if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints

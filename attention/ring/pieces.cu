@@ -19,10 +19,12 @@ __device__ X* at(const Heads<X>& x, int b, int t) {
 // A head's threads are in one warp. Its first keeps the merged lse, once all have read lse.
 template <class Y>
 __global__ void merge_kernel(AttentionShape s, Heads<Y> dst, Piece<float> sum, Piece<float> piece) {
-    const int b = blockIdx.x / s.Tq, t = blockIdx.x % s.Tq;
+    const int b = blockIdx.x / s.Tq;
+    const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
         const size_t head = size_t(b) * s.NH + i / s.HS;
-        const auto o = load<kWide>(at(sum.o, b, t) + i), o_b = load<kWide>(at(piece.o, b, t) + i);
+        const auto o = load<kWide>(at(sum.o, b, t) + i);
+        const auto o_b = load<kWide>(at(piece.o, b, t) + i);
         const Merge<float> merge(sum, piece, head, t);
         Vec<float, kWide> o_new;
         for (int k = 0; k < kWide; k++)
@@ -36,7 +38,8 @@ __global__ void merge_kernel(AttentionShape s, Heads<Y> dst, Piece<float> sum, P
 
 template <class Y, class Z>
 __global__ void add_kernel(AttentionShape s, Heads<Y> dst, Heads<Z> a, Heads<Z> b, Heads<Z> c) {
-    const int sequence = blockIdx.x / s.Tq, t = blockIdx.x % s.Tq;
+    const int sequence = blockIdx.x / s.Tq;
+    const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
         Vec<float, kWide> sum = {};
         const auto take = [&](const Heads<Z>& x) {
@@ -60,8 +63,8 @@ void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const Attenti
             Arguments... arguments) {
     if (kWarp * kWide % s.HS)
         throw Error(format("attention in pieces: head size %d, expected a divisor of 128", s.HS));
-    const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq,
-                   threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
+    const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq;
+    const unsigned threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
     kernel<<<tokens, std::min(threads, kMostThreads), 0, dev.stream>>>(s, arguments...);
     LAUNCH_CHECK("attention in pieces");
 }

@@ -33,7 +33,8 @@ struct Merge {
         const auto value = [=](const Piece<A>& p) {
             return double(p.lse.ptr[head * p.lse.head + t]) + p.rest.ptr[head * p.rest.head + t];
         };
-        const double lse_sum = value(sum), lse_b = value(piece);
+        const double lse_sum = value(sum);
+        const double lse_b = value(piece);
         const A ratio = std::exp(-static_cast<A>(std::fabs(lse_sum - lse_b)));
         const double merged = (lse_b > lse_sum ? lse_b : lse_sum) + std::log1p(ratio);
         heavier = lse_b > lse_sum;

@@ -113,7 +113,8 @@ class Ring : Pieces<Dev, X> {
         });
         const int come = ranks() > 1 ? summed(before(), ranks() - 1) : 0;
         const Heads<X> dkv = parts(dqkv).k;
-        const Heads<A> own_sum = of_keys(dkv_), theirs = of_keys(travelling_.here);
+        const Heads<A> own_sum = of_keys(dkv_);
+        const Heads<A> theirs = of_keys(travelling_.here);
         add(dev_, keys(Tc_), dkv, own_sum, of_keys(dkv_sum_), come > 0 ? theirs : Heads<A>{});
         add(dev_, keys(Tc_), dkv.from(Tc_), late(own_sum), late(theirs, come > Tc_));
     }

@@ -35,14 +35,16 @@ static void check_oracle(const Cuda& dev, int HS) {
     fill_normal(dev, +inputs, 4 * n, 1);
     std::vector<float> host(4 * n);
     dev.download(host.data(), inputs, 4 * n * sizeof(float));
-    const std::vector<double> qkv(host.begin(), host.begin() + 3 * n),
-        dout(host.begin() + 3 * n, host.end());
+    const std::vector<double> qkv(host.begin(), host.begin() + 3 * n);
+    const std::vector<double> dout(host.begin() + 3 * n, host.end());
     for (bool causal : {true, false}) {
         s.causal = causal;
-        std::vector<double> want[kTensors], dqkv(3 * n);
+        std::vector<double> want[kTensors];
+        std::vector<double> dqkv(3 * n);
         want[Out].resize(n);
         want[Lse].resize(T);
-        double *const out = want[Out].data(), *const lse = want[Lse].data();
+        double* const out = want[Out].data();
+        double* const lse = want[Lse].data();
         attention_forward(Cpu(), layer_forward<double>(out, lse, qkv.data(), s));
         attention_backward(
             Cpu(), layer_backward<double>(dqkv.data(), dout.data(), out, lse, qkv.data(), s));
@@ -59,8 +61,8 @@ static void check_oracle(const Cuda& dev, int HS) {
                 if (!(std::fabs(got[j] - want[i][j]) <=
                       1e-12 * std::max(1., std::fabs(want[i][j]))))
                     throw Error(format(
-                        "the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, layers/cpu has "
-                        "%.17g",
+                        "the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, "
+                        "layers/cpu has %.17g",
                         T, HS, causal ? "causal" : "not causal", kNames[i], j, got[j], want[i][j]));
         }
     }
@@ -84,10 +86,11 @@ template <class X>
 void report(Study& study, const Result<X>& result, const Errors& naive, const AttentionShape& s,
             const Input& input, int tensor) {
     const Errors& e = result.errors;
-    const bool bound = result.run.kernel.flash, bf16_lse = tensor == Lse && std::is_same_v<X, bf16>;
+    const bool bound = result.run.kernel.flash;
+    const bool bf16_lse = tensor == Lse && std::is_same_v<X, bf16>;
     const ErrorBound k = error_bound(result.run.kernel, tensor, s);
-    const double ratio_max = e.max(tensor) / naive.max(tensor),
-                 ratio_l2 = e.l2(tensor) / naive.l2(tensor);
+    const double ratio_max = e.max(tensor) / naive.max(tensor);
+    const double ratio_l2 = e.l2(tensor) / naive.l2(tensor);
     const double largest = e.largest_value(tensor);
     const double most = k.max * naive.max(tensor) + one_rounding<X>(tensor, largest) +
                         roundoff<X>(k, tensor, naive.max(tensor), largest) * largest;

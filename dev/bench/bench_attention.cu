@@ -83,8 +83,8 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, dev.device));
     const size_t touched = 4 * s.rows() * s.HS * sizeof(X) + kernel.saved_bytes(s);
     const size_t sets = (2 * size_t(l2_bytes) + touched - 1) / touched;
-    const size_t bytes = sets * Buffers<X>::bytes(kernel, s) + Oracle::bytes(s.Tq, s.HS),
-                 free = dev.free_bytes();
+    const size_t bytes = sets * Buffers<X>::bytes(kernel, s) + Oracle::bytes(s.Tq, s.HS);
+    const size_t free = dev.free_bytes();
     if (bytes + (size_t{1} << 30) > free) {
         std::printf("%-17s %-5s %-4s %s | out of memory: needs %.1f GiB, free are %.1f\n",
                     subject.name, dtype, "", shape.c_str(), bytes / 0x1p30, free / 0x1p30);
@@ -118,7 +118,8 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     const auto naive = naive_ms.find(shape);
     const double forward_flops = 4. * s.B * s.NH * s.Tq * s.Tk * s.HS * (s.causal ? 0.5 : 1.);
     for (int pass = 0; pass < (kernel.has_backward() ? 2 : 1); pass++) {
-        const Figures ms = measured[pass], rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
+        const Figures ms = measured[pass];
+        const Figures rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
         const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second[pass];
         const char* pass_name = pass ? "bwd" : "fwd";
         std::printf(

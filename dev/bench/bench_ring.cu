@@ -71,8 +71,9 @@ struct Bench {
     Passes time(Way& way, int T) const {
         const size_t n = size_t(T) * NH * HS;
         const DeviceMemory memory = random_memory(dev, 9 * n * sizeof(bf16));
-        bf16 *const qkv = static_cast<bf16*>(memory.get()), *const dout = qkv + 3 * n,
-                    *const out = dout + n;
+        bf16* const qkv = static_cast<bf16*>(memory.get());
+        bf16* const dout = qkv + 3 * n;
+        bf16* const out = dout + n;
         bf16* const dqkv = out + n;
         float* const lse = reinterpret_cast<float*>(dqkv + 3 * n);
         const auto forward = [&] { way.forward(out, lse, qkv); };
@@ -110,8 +111,9 @@ static void run_bench(const Bench& b) {
     Cpu::Comm none;  // sends nothing
     const int all = b.N * b.tokens;
     const Unchunked<bf16, Cuda> unchunked{b.dev, {1, all, all, b.NH, b.HS}};
-    const Passes single = b.time(unchunked, all), ring = b.time_ring(b.comm),
-                 still = b.time_ring(none);
+    const Passes single = b.time(unchunked, all);
+    const Passes ring = b.time_ring(b.comm);
+    const Passes still = b.time_ring(none);
     const Figures hop = b.time_hop();
     if (b.comm.rank > 0)
         return;

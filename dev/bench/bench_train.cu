@@ -283,7 +283,8 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
 
     const auto nothing = [] {};
     trainer.train_for(3, nothing);
-    const double ms = trainer.train_for(5, nothing), tok_s = double(B) * T / ms * 1e3;
+    const double ms = trainer.train_for(5, nothing);
+    const double tok_s = double(B) * T / ms * 1e3;
     // includes CUDA's context and libraries
     const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
@@ -299,12 +300,14 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
 
 template <class X>
 void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, int T) {
-    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev);
+    const Figures gemm = gemm_tflops<X>(dev, false);
+    const Figures copy = copy_rate(dev);
     Trainer<Timed, X> trainer(dev, o, config, B, T);
     constexpr int kSteps = 20;  // of kernels launched one by one
     trainer.train_for(2, [&] { dev.laps.clear(); });
     dev.lines.clear(), dev.order.clear();
-    Event first, last;
+    Event first;
+    Event last;
     first.record(dev);
     for (int i = 0; i < kSteps; i++)
         trainer.train(), dev.collect();
@@ -322,8 +325,9 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
     double sum = 0;
     for (const std::string& name : dev.order) {
         const Timed::Line& line = dev.lines[name];
-        const double ms = line.ms / kSteps, tflops = line.flops / line.ms * 1e-9,
-                     tb_s = line.bytes / line.ms * 1e-9;
+        const double ms = line.ms / kSteps;
+        const double tflops = line.flops / line.ms * 1e-9;
+        const double tb_s = line.bytes / line.ms * 1e-9;
         const double least =
             std::max(line.flops / gemm.sustained * 1e-9, line.bytes / copy.sustained * 1e3);
         // a call may beat the GEMM and the copy measured here

@@ -165,7 +165,8 @@ std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjec
                                 const AttentionShape& s, const Input& input) {
     const size_t n = s.rows() * s.HS;
     const Poisoned<X> inputs(dev, 4 * n);
-    X *const qkv = inputs, *const dout = qkv + 3 * n;
+    X* const qkv = inputs;
+    X* const dout = qkv + 3 * n;
     fill_normal(dev, qkv, 4 * n, s.Tq);
     shape_inputs_kernel<<<blocks_of(4 * n), kThreads, 0, dev.stream>>>(qkv, 4 * n, s.NH * s.HS,
                                                                        input);

@@ -57,7 +57,8 @@ class Event {
 // launches.
 template <class Launch>
 double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
-    constexpr int kWarmUps = 3, kRuns = 15;
+    constexpr int kWarmUps = 3;
+    constexpr int kRuns = 15;
     constexpr unsigned kHeadStartNs = 200'000;
     dev.sync();
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
@@ -69,7 +70,8 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     for (double& run : ms) {
         dev.sync();
         std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(rest));
-        Event start, end;
+        Event start;
+        Event end;
         dev.pause(kHeadStartNs);
         start.record(dev);
         launch(i++);
@@ -85,7 +87,8 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
 template <class Launch>
 double sustained_ms(const Cuda& dev, double about_ms, Launch launch) {
     const int runs = std::max(1, static_cast<int>(std::ceil(500. / about_ms)));
-    Event start, end;
+    Event start;
+    Event end;
     for (int i = 0; i < runs; i++)
         launch(i);
     start.record(dev);
@@ -119,7 +122,9 @@ inline std::vector<BatchShape> parse_shapes(const std::string& text) {
     for (size_t at = 0; at <= text.size();) {
         const size_t comma = std::min(text.find(',', at), text.size());
         const std::string item = text.substr(at, comma - at);
-        int B = 0, T = 0, used = 0;
+        int B = 0;
+        int T = 0;
+        int used = 0;
         if (std::sscanf(item.c_str(), "%dx%d%n", &B, &T, &used) != 2 ||
             used != static_cast<int>(item.size()) || B < 1 || T < 1)
             throw UsageError(format("--shapes: \"%s\" is no BxT such as 4x1024", item.c_str()));
@@ -144,8 +149,8 @@ __global__ void normal_kernel(X* x, size_t n, uint64_t seed) {
     for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
          i += size_t(gridDim.x) * blockDim.x) {
         const uint64_t z = mix64((seed << 48) + i + kGolden);
-        const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f,
-                    angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
+        const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f;
+        const float angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
         x[i] = static_cast<X>(sqrtf(-2.f * logf(u)) * cospif(angle));
     }
 }
@@ -174,9 +179,11 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
     const size_t size = size_t(n) * n;
     const DeviceMemory memory = device_memory(dev, 3 * size * sizeof(X));
     X* a = static_cast<X*>(memory.get());
-    X *b = a + size, *c = b + size;
+    X* b = a + size;
+    X* c = b + size;
     fill_normal(dev, a, 2 * size, 1);
-    const float alpha = 1.f, beta = 0.f;
+    const float alpha = 1.f;
+    const float beta = 0.f;
     const auto product = [&](int) {
         CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &alpha, a, type, n,
                                   b, type, n, &beta, c, type, n, compute, CUBLAS_GEMM_DEFAULT));
@@ -257,7 +264,8 @@ inline std::string utc_now() {
 // A row that says where its figures come from. Rows of the same run may be compared. The variable
 // RUN names the run, and without it the time of the first row does.
 inline Row result_row(const Cuda& dev, const char* bench) {
-    static const std::string tree = built_from, commit = tree.substr(0, tree.find(' '));
+    static const std::string tree = built_from;
+    static const std::string commit = tree.substr(0, tree.find(' '));
     static const char* const named = std::getenv("RUN");
     static const std::string run = named && *named ? named : utc_now();
     static const std::string driver =

@@ -56,8 +56,10 @@ __device__ double block_reduce(double x) {
 // zeros for keys that the query does not see.
 static __global__ void softmax64_kernel(double* p, double* lse, int q0, int keys, bool causal) {
     double* s = p + size_t(blockIdx.x) * keys;
-    const int query = q0 + blockIdx.x, seen = causal ? query + 1 : keys;
-    double m = -INFINITY, l = 0;
+    const int query = q0 + blockIdx.x;
+    const int seen = causal ? query + 1 : keys;
+    double m = -INFINITY;
+    double l = 0;
     for (int j = threadIdx.x; j < seen; j += kThreads)
         m = Max::of(m, s[j]);
     m = block_reduce<Max>(m);
@@ -118,7 +120,8 @@ class Oracle {
         for (int i : {Dk, Dv})
             dev_.zero(results[i], size_t(T_) * HS_ * sizeof(double));
         for (int q0 = 0; q0 < T_; q0 += block_) {
-            const int rows = std::min(block_, T_ - q0), keys = causal ? q0 + rows : T_;
+            const int rows = std::min(block_, T_ - q0);
+            const int keys = causal ? q0 + rows : T_;
             const size_t at = size_t(q0) * HS_;
             multiply(dev_, p_, scale, q + at, false, k, true, rows, keys, HS_, 0);
             softmax64_kernel<<<rows, kThreads, 0, dev_.stream>>>(p_, results[Lse], q0, keys,
@@ -153,7 +156,8 @@ __global__ void gather_kernel(double* to, const X* from, size_t stride, int T, i
 template <class X>
 void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const AttentionShape& s,
             int b, int h) {
-    const size_t C = size_t(s.NH) * s.HS, token = size_t(b) * s.Tq;
+    const size_t C = size_t(s.NH) * s.HS;
+    const size_t token = size_t(b) * s.Tq;
     double* const parts[] = {oracle.q, oracle.k, oracle.v};
     const unsigned blocks = blocks_of(size_t(s.Tq) * s.HS);
     for (int part = 0; part < 3; part++)
@@ -195,10 +199,15 @@ __device__ inline void atomic_max(double* to, double x) {
 template <class X>
 __global__ void error_kernel(ErrorSums* sums, const X* got, size_t stride, const double* want,
                              int T, int n) {
-    double largest_error = 0, error = 0, error2 = 0, largest = 0, value2 = 0;
+    double largest_error = 0;
+    double error = 0;
+    double error2 = 0;
+    double largest = 0;
+    double value2 = 0;
     for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < size_t(T) * n;
          i += size_t(gridDim.x) * kThreads) {
-        const double value = want[i], e = fabs(to_float(got[i / n * stride + i % n]) - value);
+        const double value = want[i];
+        const double e = fabs(to_float(got[i / n * stride + i % n]) - value);
         largest_error = Max::of(largest_error, e);
         error += e;
         error2 += e * e;
@@ -231,7 +240,8 @@ class Errors {
     // dqkv (B, T, 3, NH, HS), or null if there was no backward.
     template <class X>
     void add(const Oracle& oracle, const X* out, const float* lse, const X* dqkv, int b, int h) {
-        const size_t C = size_t(s_.NH) * s_.HS, token = size_t(b) * s_.Tq;
+        const size_t C = size_t(s_.NH) * s_.HS;
+        const size_t token = size_t(b) * s_.Tq;
         const auto compare = [&](int tensor, const auto* got, size_t stride, int n) {
             const unsigned blocks = std::min(blocks_of(size_t(s_.Tq) * n), 4u * dev_.num_sms);
             error_kernel<<<blocks, kThreads, 0, dev_.stream>>>(

@@ -65,8 +65,12 @@ using Written = std::array<std::vector<double>, kTensors>;
 template <class X, class Dev, class Way>
 Written written_by(Way&& way, const Dev& dev, const AttentionShape& s,
                    const std::vector<double>& qkv, const std::vector<double>& dout) {
-    const size_t rows = dout.size() / s.HS, C = size_t(s.NH) * s.HS;
-    Tensor<Dev, X> in(dev, qkv), d(dev, dout), out(dev, dout.size()), dqkv(dev, qkv.size());
+    const size_t rows = dout.size() / s.HS;
+    const size_t C = size_t(s.NH) * s.HS;
+    Tensor<Dev, X> in(dev, qkv);
+    Tensor<Dev, X> d(dev, dout);
+    Tensor<Dev, X> out(dev, dout.size());
+    Tensor<Dev, X> dqkv(dev, qkv.size());
     Tensor<Dev, Acc<X>> lse(dev, 2 * rows);  // and the rest
     Written first;
     for (int again = 0; again < 2; again++) {
@@ -119,7 +123,8 @@ struct Whole {
     Whole(const Dev& dev, const AttentionShape& s, double q_sigma = 1, uint64_t seed = 1,
           int threads = 1, Attention kind = Attention::flash)
         : dev(dev), s(s), kind(kind) {
-        const size_t C = size_t(s.NH) * s.HS, n = s.B * s.Tk * C;
+        const size_t C = size_t(s.NH) * s.HS;
+        const size_t n = s.B * s.Tk * C;
         qkv = normal<X>(3 * n, 3 * seed);
         dout = normal<X>(n, 3 * seed + 1);
         const std::vector<double> q = normal<X>(3 * n, 3 * seed + 2, q_sigma);
@@ -217,8 +222,8 @@ struct PieceErrors {
 inline void check_flat(const TensorErrors& errors, const TensorErrors& one_rank,
                        const std::string& what) {
     for (int t = 0; t < kTensors; t++) {
-        const double mean = errors[t].mean() / one_rank[t].mean(),
-                     largest = errors[t].largest / one_rank[t].largest;
+        const double mean = errors[t].mean() / one_rank[t].mean();
+        const double largest = errors[t].largest / one_rank[t].largest;
         if (!(mean <= 1.02 && largest <= 1.1))
             test::report(__FILE__, __LINE__,
                          format("%s: error of %s %.3f times one rank's (at most 1.02), largest "

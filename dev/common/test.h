@@ -74,7 +74,9 @@ inline void set_timer(double seconds) {
 
 inline int main(int argc, char** argv) {
     const char* only = argc > 1 ? argv[1] : "";
-    int passed = 0, failed = 0, skipped = 0;
+    int passed = 0;
+    int failed = 0;
+    int skipped = 0;
     const char* patience = std::getenv("TEST_PATIENCE");
     const double limit = limit_s * (patience ? std::atof(patience) : 1);
     // so that the output of a test that hangs is not lost
@@ -87,8 +89,8 @@ inline int main(int argc, char** argv) {
         const double start = now();
         std::string skip;
         last_words = format(
-            "FAIL %s: no end after %g s; the tests behind it did not run\n%d passed, %d failed, %d "
-            "skipped\n",
+            "FAIL %s: no end after %g s; the tests behind it did not run\n%d passed, %d failed, "
+            "%d skipped\n",
             c.name, limit, passed, failed + 1, skipped);
         set_timer(limit);
         try {

@@ -121,7 +121,8 @@ class ThreadCommOn {
     }
     template <class A>
     void add_up(A* out, size_t n) {
-        std::vector<A> sum(n), part(n);
+        std::vector<A> sum(n);
+        std::vector<A> part(n);
         for (int r = 0; r < size; r++) {
             std::memcpy(part.data(), take(r, n * sizeof(A)).data(), n * sizeof(A));
             for (size_t i = 0; i < n; i++)

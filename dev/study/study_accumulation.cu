@@ -118,17 +118,24 @@ template <int F>
 __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     mma_kernel(const __grid_constant__ Args args) {
 #if __CUDA_ARCH__ >= 800
-    constexpr bool Qk16 = F & kQk16, Pv16 = F & kPv16, Pv16Tile = F & kPv16Tile, Exp16 = F & kExp16;
+    constexpr bool Qk16 = F & kQk16;
+    constexpr bool Pv16 = F & kPv16;
+    constexpr bool Pv16Tile = F & kPv16Tile;
+    constexpr bool Exp16 = F & kExp16;
     using S = Pair<Qk16>;
     using P = Pair<Exp16>;
     using O = Pair<Pv16>;
     extern __shared__ __align__(256) unsigned char smem[];
     const auto& p = args.p;
-    const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Br * HS * 2,
-                   v_smem = k_smem + 2 * KvBytes;
+    const uint32_t q_smem = smem_address(smem);
+    const uint32_t k_smem = q_smem + Br * HS * 2;
+    const uint32_t v_smem = k_smem + 2 * KvBytes;
     const Work w = work_of(p, true);
-    const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
-    const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // of the warp
+    const int q0 = w.tile * Br;
+    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int lane = threadIdx.x % 32;
+    const int first_q = q0 + warp_row;
+    const int last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.Tq) + Bc - 1) / Bc;
 
     // Not head_of, whose 64-bit offset makes more-warps spill registers. A copy need not know fp16
@@ -149,7 +156,8 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     // scale_log2·m.
     uint32_t q_regs[HS / 16][M][4];
     O o[M][HS / 8][2] = {};
-    float reference[M][2], l[M][2] = {};  // l is of this lane's columns until the end
+    float reference[M][2];
+    float l[M][2] = {};  // l is of this lane's columns until the end
     for (int i = 0; i < M; i++)
         reference[i][0] = reference[i][1] = -INFINITY;
     cp_async_wait<1>();
@@ -158,7 +166,8 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
         load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
 
     auto step = [&](int j, auto masked) {  // S and P of tile j of keys, and O += P V
-        const uint32_t k_tile = k_smem + (j & 1) * KvBytes, v_tile = v_smem + (j & 1) * KvBytes;
+        const uint32_t k_tile = k_smem + (j & 1) * KvBytes;
+        const uint32_t v_tile = v_smem + (j & 1) * KvBytes;
         uint32_t b[4];
         S s[M][Bc / 8][2] = {};
         for (int kk = 0; kk < HS / 16; kk++)
@@ -210,7 +219,8 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
             uint32_t a[M][4];  // columns [16·kk, 16·kk + 16) of P
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
-                    const int n = 2 * kk + e / 2, r = e % 2;
+                    const int n = 2 * kk + e / 2;
+                    const int r = e % 2;
                     const float minus = -reference[i][r];
                     P x;
                     if constexpr (Qk16 && Exp16) {
@@ -260,7 +270,8 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const int row = first_q + 16 * i + 8 * r + lane / 4;
-            const float sum = quad_sum(l[i][r]), factor = __fdividef(1.f, sum);
+            const float sum = quad_sum(l[i][r]);
+            const float factor = __fdividef(1.f, sum);
             if (row >= p.Tq)
                 continue;
             if (lane % 4 == 0)
@@ -293,7 +304,8 @@ void forward(const Cuda& dev, const AttentionForward<__half>& c) {
 __global__ void softmax_kernel(__half* s, int T) {  // a block owns a row
     __half* row = s + size_t(blockIdx.x) * T;
     const int seen = blockIdx.x + 1;
-    double m = -INFINITY, l = 0;
+    double m = -INFINITY;
+    double l = 0;
     for (int j = threadIdx.x; j < seen; j += kThreads)
         m = Max::of(m, to_float(row[j]));
     m = block_reduce<Max>(m);
@@ -307,12 +319,17 @@ __global__ void softmax_kernel(__half* s, int T) {  // a block owns a row
 
 void naive(const Cuda& dev, const AttentionForward<__half>& c) {
     const cudaDataType type = CUDA_R_16F;
-    const int T = c.s.Tq, in = c.q.token, out = c.out.token;
-    const float scale = c.s.resolved_scale(), one = 1.f, zero = 0.f;
+    const int T = c.s.Tq;
+    const int in = c.q.token;
+    const int out = c.out.token;
+    const float scale = c.s.resolved_scale();
+    const float one = 1.f;
+    const float zero = 0.f;
     for (int b = 0; b < c.s.B; b++)
         for (int h = 0; h < c.s.NH; h++) {
-            const __half *q = c.q.row(b, 0, h, HS), *k = c.k.row(b, 0, h, HS),
-                         *v = c.v.row(b, 0, h, HS);
+            const __half* q = c.q.row(b, 0, h, HS);
+            const __half* k = c.k.row(b, 0, h, HS);
+            const __half* v = c.v.row(b, 0, h, HS);
             // cuBLAS counts by columns, so it computes Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ.
             CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, T, T, HS, &scale, k, type,
                                       in, q, type, in, &zero, c.att, type, T, CUBLAS_COMPUTE_32F,
@@ -391,9 +408,9 @@ struct Study {
             const Errors& e = result->errors;
             std::vector<__half> out(s.rows() * HS);
             dev.download(out.data(), result->run.out, out.size() * sizeof(__half));
-            const long long elements = out.size(),
-                            finite = std::count_if(out.begin(), out.end(),
-                                                   [](float x) { return std::isfinite(x); });
+            const long long elements = out.size();
+            const long long finite =
+                std::count_if(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
             const double ratio = e.l2(Out) / naive.l2(Out);
             const bool ok = !(&input == &kInputs[0] && s.Tq == kValidated) || ratio <= kAllowed;
             if (!ok)

@@ -75,8 +75,8 @@ void study(Library& dev, const std::vector<DType>& carries, const Options& o, Lo
                 check_flat(errors.pieces, one, ring_name(whole.s, ranks));
             for (int tensor : {Out, Dq, Dk, Dv}) {
                 const ErrorOf& e = errors.pieces[tensor];
-                const double mean_ratio = e.mean() / one[tensor].mean(),
-                             max_ratio = e.largest / one[tensor].largest;
+                const double mean_ratio = e.mean() / one[tensor].mean();
+                const double max_ratio = e.largest / one[tensor].largest;
                 std::printf(
                     "%s, carried in %s, %2d ranks, %-3s: %.2e (%.2f), largest %.2e (%.2f)\n", dtype,
                     name_of(carry), ranks, kNames[tensor], e.mean(), mean_ratio, e.largest,

@@ -20,7 +20,8 @@ inline void check_gradient(const std::string& what, double* x, const std::vector
     static std::mt19937_64 rng(20240521);
     const size_t n = grad.size();
     const std::vector<double> start(x, x + n);
-    const double h = 1e-5, round_off = 1e-9 * (1 + std::fabs(loss()));
+    const double h = 1e-5;
+    const double round_off = 1e-9 * (1 + std::fabs(loss()));
     for (int trial = 0; trial < 8; trial++) {
         std::vector<double> direction(n, 0.0);
         if (trial < 3)

@@ -77,10 +77,13 @@ inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
     const std::vector<Option> table = Options().table();
     std::map<std::string, std::string> given;
-    std::string first, rest, *last = &first;
+    std::string first;
+    std::string rest;
+    std::string* last = &first;
     for (std::sregex_iterator at(arguments.begin(), arguments.end(), word);
          at != std::sregex_iterator(); ++at) {
-        const std::string text = at->str(), name = text.substr(0, text.find('='));
+        const std::string text = at->str();
+        const std::string name = text.substr(0, text.find('='));
         if (text.find_first_of(";|&") != std::string::npos)
             last = &rest;
         for (const Option& option : table)

@@ -147,7 +147,8 @@ struct Problem {
 static Norms error(const std::vector<double>& got, const std::vector<double>& want) {
     if (got.size() != want.size())
         throw Error(format("%zu elements, expected %zu", got.size(), want.size()));
-    double max = 0, squares = 0;
+    double max = 0;
+    double squares = 0;
     for (size_t i = 0; i < got.size(); i++) {
         const double difference = got[i] - want[i];
         keep_worst(max, std::fabs(difference));
@@ -185,7 +186,9 @@ struct Layout {
     // What a piece has of a tensor.
     template <class A>
     Heads<A> view(int tensor, A* x, const PieceCall& p) const {
-        const size_t more = (tensor + 1) * gap, row = C() + more, batch = T * row + gap;
+        const size_t more = (tensor + 1) * gap;
+        const size_t row = C() + more;
+        const size_t batch = T * row + gap;
         const Heads<A> alone{.ptr = x + gap, .batch = batch, .token = row};
         if (tensor == Lse || tensor == Rest)
             return Heads<A>{.ptr = x, .batch = T + more, .token = 1}.from(p.q0);
@@ -208,8 +211,8 @@ struct Layout {
     template <class A>  // from the first copy
     std::vector<double> take(int tensor, const A* x, const PieceCall& p) const {
         const bool stats = tensor == Lse || tensor == Rest;
-        const int tokens = tensor == Dk || tensor == Dv ? p.Tk : p.Tq,
-                  rows = s.B * (stats ? s.NH : 1) * tokens;
+        const int tokens = tensor == Dk || tensor == Dv ? p.Tk : p.Tq;
+        const int rows = s.B * (stats ? s.NH : 1) * tokens;
         const Heads<const A> from = view(tensor, x, p);
         std::vector<double> taken;
         for (int row = 0; row < rows; row++)
@@ -256,7 +259,8 @@ struct Layout {
 template <class X>
 void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     const AttentionShape& s = p.c.shape;
-    const bool constant = p.c.input == Input::constant, mixed = p.c.input == Input::mixed;
+    const bool constant = p.c.input == Input::constant;
+    const bool mixed = p.c.input == Input::mixed;
     const float a =
         std::sqrt(std::fabs(p.c.logit) / (s.resolved_scale() * static_cast<float>(s.HS)));
     const int T = p.c.shape.Tk;
@@ -268,7 +272,10 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     for (float& x : w)
         x = constant || uniform(rng) >= 0.f ? 1.f : -1.f;
     for (int row = 0; row < s.B * T * 3 * s.NH; row++) {  // of (B, T, 3, NH)
-        const int h = row % s.NH, part = row / s.NH % 3, token = row / s.NH / 3, t = token % T;
+        const int h = row % s.NH;
+        const int part = row / s.NH % 3;
+        const int token = row / s.NH / 3;
+        const int t = token % T;
         if (part == 2)
             continue;
         const bool key = part == 1;
@@ -311,7 +318,8 @@ void make_tail(Problem<X>& p) {
 template <class X>
 Problem<X> inputs_of(const Case& c) {
     const AttentionShape& s = c.shape;
-    const size_t C = size_t(s.NH) * s.HS, T = c.shape.Tk;
+    const size_t C = size_t(s.NH) * s.HS;
+    const size_t T = c.shape.Tk;
     const auto& input = kInputs[static_cast<int>(c.input)];
     std::seed_seq seed{kSeed, uint64_t(s.B), uint64_t(T), uint64_t(s.NH),
                        static_cast<uint64_t>(c.input)};
@@ -321,7 +329,8 @@ Problem<X> inputs_of(const Case& c) {
     for (auto& x : p.in)
         x.resize(s.B * T * C);
     for (size_t i = 0; i < s.B * T * 3 * C; i++) {  // of (B, T, 3, NH, HS)
-        const size_t part = i / C % 3, token = i / C / 3;
+        const size_t part = i / C % 3;
+        const size_t token = i / C / 3;
         const float early = part == 1 && token % T < 32 ? input.early : 1.f;
         p.in[part][token * C + i % C] =
             static_cast<X>((normal(rng) + input.shift) * input.factors[part] * early);
@@ -351,8 +360,13 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
             of.l2 = std::max(of.l2, norms({x.begin() + row, x.begin() + row + s.HS}).l2);
         return of;
     };
-    const Norms q = largest(0), k = largest(1), v = largest(2), d_o = largest(3);
-    const double scale = s.resolved_scale(), dP = d_o.l2 * v.l2, S = scale * q.l2 * k.l2;
+    const Norms q = largest(0);
+    const Norms k = largest(1);
+    const Norms v = largest(2);
+    const Norms d_o = largest(3);
+    const double scale = s.resolved_scale();
+    const double dP = d_o.l2 * v.l2;
+    const double S = scale * q.l2 * k.l2;
     constexpr double u = 0x1p-24;
     std::array<double, kTensors> tiny;
     for (int i = 0; i < kTensors; i++)
@@ -392,8 +406,10 @@ const Problem<X>& problem(Case c) {
     Layout layout{c.shape};
     layout.s.scale = c.shape.resolved_scale();  // the fp32 number that kernels take
     const PieceCall all = layout.all();
-    std::vector<double> qkv(3 * layout.room()), dout(layout.room()), out(layout.room()),
-        lse(layout.stats_room());
+    std::vector<double> qkv(3 * layout.room());
+    std::vector<double> dout(layout.room());
+    std::vector<double> out(layout.room());
+    std::vector<double> lse(layout.stats_room());
     std::vector<double> dqkv(qkv.size());
     for (int i : {Q, K, V, Dout})
         layout.put(i, i == Dout ? dout.data() : qkv.data(), p.in[i - Q]);
@@ -430,8 +446,8 @@ struct Run {
 
     Run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0, int copies = 1)
         : kernel(kernel), p(p), layout{.s = p.c.shape, .gap = gap, .copies = copies} {
-        std::vector<X> qkvs(3 * layout.room(), static_cast<X>(NAN)),
-            douts(layout.room(), static_cast<X>(NAN));
+        std::vector<X> qkvs(3 * layout.room(), static_cast<X>(NAN));
+        std::vector<X> douts(layout.room(), static_cast<X>(NAN));
         for (int i : {Q, K, V, Dout})
             layout.put(i, i == Dout ? douts.data() : qkvs.data(), p.in[i - Q]);
         upload(qkv, qkvs);
@@ -554,7 +570,8 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
 template <class X>
 Norms naive_bound(const Problem<X>& p, int tensor) {
     const Norms ref = norms(p.ref[tensor]);
-    const double lse = norms(p.ref[Lse]).max, tiny = p.tiny[tensor];
+    const double lse = norms(p.ref[Lse]).max;
+    const double tiny = p.tiny[tensor];
     const double of_S =
         (std::is_same_v<X, bf16> ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * 0x1p-24;
     const double of_P = std::expm1(of_S * lse);
@@ -574,8 +591,8 @@ Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int ten
     // If all logits are equal, all P of a row are the same number. Its rounding does not average
     // out, and naive's error is luck, because 1/33 happens to be nearly exact.
     const double P = constant ? std::max(k.roundoff, 0x1p-23) : 0;
-    const double one = std::max(P, roundoff<X>(k, tensor, naive.max, ref.max)),
-                 tiny = p.tiny[tensor] + one * ref.max;
+    const double one = std::max(P, roundoff<X>(k, tensor, naive.max, ref.max));
+    const double tiny = p.tiny[tensor] + one * ref.max;
     // An exact naive's L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's rounding is
     // left in dq and dk.
     const bool luck = p.c.shape.Tk <= 2 || (constant && (tensor == Dq || tensor == Dk));
@@ -671,8 +688,8 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         Result share;
         r.read(share, {Dq, Dk, Dv}, r.dqkv, piece);
         for (int i : {Dq, Dk, Dv}) {
-            const size_t first = i == Dq ? piece.q0 : piece.k0,
-                         rows = i == Dq ? piece.Tq : piece.Tk;
+            const size_t first = i == Dq ? piece.q0 : piece.k0;
+            const size_t rows = i == Dq ? piece.Tq : piece.Tk;
             got[i].resize(p.ref[i].size());
             for (size_t e = 0; e < share[i].size(); e++)
                 got[i][e + (e / C / rows * (r.layout.T - rows) + first) * C] += share[i][e];
@@ -699,8 +716,8 @@ void accuracy(const AttentionKernel<X>& kernel) {
                              {whole(3, 129, 25, 64), Input::shifted},
                              {whole(1, 200, 2, 64, true, 0.3f)},
                              {whole(1, 200, 2, 128, false, 0.02f), Input::large_q}};
-    const std::pair<int, int> few[] = {{1, 1}, {1, 2}, {2, 1}},
-                              many[] = {{1, 1}, {3, 12}, {1, 25}, {3, 1}, {1, 12}};
+    const std::pair<int, int> few[] = {{1, 1}, {1, 2}, {2, 1}};
+    const std::pair<int, int> many[] = {{1, 1}, {3, 12}, {1, 25}, {3, 1}, {1, 12}};
     int n = 0;
     for (int T : {1, 2, 63, 64, 65, 127, 129, 255, 1000, 1023, 1024, 1025})
         for (int HS : {64, 128})
@@ -769,10 +786,19 @@ void extremes(const AttentionKernel<X>& kernel) {
 // times NaN is NaN. naive's tile is the head.
 template <class X>
 void one_nan(const AttentionKernel<X>& kernel) {
-    constexpr int T = 1000, NH = 3, at = 500, b = 1, h = 1, element = 5;
+    constexpr int T = 1000;
+    constexpr int NH = 3;
+    constexpr int at = 500;
+    constexpr int b = 1;
+    constexpr int h = 1;
+    constexpr int element = 5;
     const int near = kernel.flash ? 256 : T;
     using Rows = std::pair<int, int>;  // the first and the last
-    constexpr Rows none{2 * T, -T}, row{at, at}, later{at, T - 1}, earlier{0, at}, all{0, T - 1};
+    constexpr Rows none{2 * T, -T};
+    constexpr Rows row{at, at};
+    constexpr Rows later{at, T - 1};
+    constexpr Rows earlier{0, at};
+    constexpr Rows all{0, T - 1};
     const struct {
         const char* of;
         // which rows of out, lse, dq, dk, dv depend on row `at`, in causal attention
@@ -796,8 +822,9 @@ void one_nan(const AttentionKernel<X>& kernel) {
                 // lse is (B, NH, T), the others are (B, T, NH, HS)
                 const int width = i == Lse ? 1 : HS;
                 for (int e = 0; e < static_cast<int>(got[i].size()); e++) {
-                    const int r = e / width, t = i == Lse ? r % T : r / NH % T,
-                              head = i == Lse ? r / T % NH : r % NH;
+                    const int r = e / width;
+                    const int t = i == Lse ? r % T : r / NH % T;
+                    const int head = i == Lse ? r / T % NH : r % NH;
                     const bool here = head == h && r / NH / T == b;
                     const bool must =
                         here && t >= first && t <= last && (e % width == element || i == Lse);
@@ -1616,7 +1643,8 @@ constexpr Property<X> kProperties[] = {
 constexpr int kRoom = 6;  // for this many kernels of a precision
 template <class X, int I = 0>
 void add_tests() {
-    constexpr int number = I / std::size(kProperties<X>), which = I % std::size(kProperties<X>);
+    constexpr int number = I / std::size(kProperties<X>);
+    constexpr int which = I % std::size(kProperties<X>);
     if (number == attention_kernels<X>().count)
         return;
     if constexpr (number < kRoom) {

@@ -80,18 +80,22 @@ void copy(const Cuda& dev, float* to, const float* from, size_t bytes) {
 
 TEST(nccl_collectives) {
     on_gpus([](const Cuda& dev, NcclComm& comm) {
-        const int size = comm.size, rank = comm.rank, next = (rank + 1) % size,
-                  before = (rank + size - 1) % size;
+        const int size = comm.size;
+        const int rank = comm.rank;
+        const int next = (rank + 1) % size;
+        const int before = (rank + size - 1) % size;
         const auto mine = [=](size_t i) { return value(rank, i); };
         for (const size_t n : {4, 1000, 1 << 20}) {
             const auto sent_by = [=](int r) { return n / (1 + r % 2); };
-            Floats reduced(dev, elements(n, mine)), parts(dev, elements(size * n, mine)),
-                own(dev, n);
+            Floats reduced(dev, elements(n, mine));
+            Floats parts(dev, elements(size * n, mine));
+            Floats own(dev, n);
             Floats all(dev, elements(size * n, [=](size_t i) {
                            return i / n == size_t(rank) ? mine(i) : NAN;
                        }));
-            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1)),
-                first(dev, elements(n, mine));
+            Floats sent(dev, elements(n, mine));
+            Floats got(dev, std::vector<double>(n, -1));
+            Floats first(dev, elements(n, mine));
             Floats passed_on(dev, elements(n, mine));
             comm.fork();
             comm.group([&] {
@@ -150,8 +154,11 @@ TEST(nccl_collectives) {
 // between.
 TEST(nccl_in_a_graph) {
     on_gpus([](const Cuda& dev, NcclComm& comm) {
-        const size_t n = 1 << 20, bytes = n * sizeof(float);
-        Floats from(dev, n), x(dev, n), y(dev, n);
+        const size_t n = 1 << 20;
+        const size_t bytes = n * sizeof(float);
+        Floats from(dev, n);
+        Floats x(dev, n);
+        Floats y(dev, n);
         CudaGraph graph;
         for (int step = 0; step < 5; step++) {
             const Floats values(dev,

@@ -96,7 +96,8 @@ Tom | he | him
 @list fruit
 apple, pear(|, cut)
 )";
-    const Grammar g(source), small(lower(source));
+    const Grammar g(source);
+    const Grammar small(lower(source));
     std::map<std::string, int> count;
     const int n = 50000;
     for (int i = 0; i < n; i++)

@@ -109,7 +109,8 @@ TEST(text_for_a_terminal) {
     CHECK(for_terminal("\xC2\x9B\x32J\xC2\xA0") == bad + "2J\xC2\xA0");  // U+009B is ESC [ too
     for (const std::string text :
          {"“ran” é😀", "\xF0\x9F\xE2\x82z\x80\xC2", "\x80\xED\xA0\x80\xE2\x82\xFF"}) {
-        std::string rest, shown;  // byte by byte
+        std::string rest;
+        std::string shown;  // byte by byte
         for (const char byte : text) {
             shown += take_for_terminal(rest += byte);
             CHECK(for_terminal(text).compare(0, shown.size(), shown) == 0 && rest.size() <= 3);
@@ -154,7 +155,8 @@ TEST(log_truncate) {
 // A crash leaves half a row, a power cut zeros, and a disk anything. A good row may have what this
 // program never writes.
 TEST(log_rows_that_are_no_json_are_dropped) {
-    const std::string path = folder() + "/log.jsonl", first = Row("train").add("step", 1).text();
+    const std::string path = folder() + "/log.jsonl";
+    const std::string first = Row("train").add("step", 1).text();
     const Strings good = {"{}", " {\"a\" : [1, -0.5e+3, 0, 1E-9 , {\"b\": []}] , \"c\":null}\r",
                           "{\"kind\": \"é\\u00e9\\n\\\\\", \"x\": true, \"y\": false}"};
     for (const std::string& row : good) {
@@ -247,7 +249,8 @@ TEST(checksum) {
 
 // dev/test_faults has what a crash or a full disk leaves at every point.
 TEST(atomic_file) {
-    const std::string here = folder(), path = here + "/out.bin";
+    const std::string here = folder();
+    const std::string path = here + "/out.bin";
     // from a process with the same number
     write_file(temporary_of(path), std::string(4 << 20, 'x'));
     const std::string large = noise(3 << 20);  // is written in pieces
@@ -271,7 +274,8 @@ TEST(atomic_file) {
 static const ModelHeader kTiny = {DType::f32, {16, 50, 128, 2, 2, 8}};
 TEST(model_round_trip) {
     const std::string path = folder() + "/model.bin";
-    ModelHeader bf16 = kTiny, longer = kTiny;
+    ModelHeader bf16 = kTiny;
+    ModelHeader longer = kTiny;
     bf16.dtype = DType::bf16;
     longer.config.max_T = 262144;
     for (const ModelHeader& h : {kTiny, bf16, longer}) {
@@ -630,7 +634,8 @@ struct TestLoader : Loader {
         : Loader(source, B, T, vocab, shuffle, seed, tokenizer), B(B), T(T) {}
     // The next B windows of T + 1 tokens. The targets are the inputs shifted by one.
     std::vector<Tokens> batch() {
-        Tokens inputs(B * T, -7), targets(B * T, -7);
+        Tokens inputs(B * T, -7);
+        Tokens targets(B * T, -7);
         next(inputs.data(), targets.data());
         std::vector<Tokens> windows;
         for (auto in = inputs.begin(), out = targets.begin(); in != inputs.end();
@@ -663,14 +668,17 @@ std::string write_shards(const std::vector<Tokens>& shards) {
 // epochs may end inside batches. Reading, restoring and skipping (as ranks do the batches of
 // others) come to the same at every point.
 TEST(loader_reads_each_window_from_any_point) {
-    const std::string text = folder() + "/text", book = folder() + "/book.txt";
+    const std::string text = folder() + "/text";
+    const std::string book = folder() + "/book.txt";
     std::string bytes("naïve €5 – 😀\n\r\t\x7F\xFF\xC3");
     for (int i = 1; i < 256; i++)
         bytes += static_cast<char>(i);
     write_file(text, bytes);
     write_file(book, "It rained. It rained on.\n\nIt");
-    const Tokenizer none, pairs(write_pairs({"It", " r", "ai", " rai", "ne"}));
-    Tokens in_bytes = encode_bytes(bytes), in_pairs = pairs.encode(read_file(book), 50257, "");
+    const Tokenizer none;
+    const Tokenizer pairs(write_pairs({"It", " r", "ai", " rai", "ne"}));
+    Tokens in_bytes = encode_bytes(bytes);
+    Tokens in_pairs = pairs.encode(read_file(book), 50257, "");
     in_bytes.insert(in_bytes.begin(), 50256);
     in_pairs.insert(in_pairs.begin(), 50256);
     const Tokens documents = {50256, 1, 2, 255, 50256, 3, 4, 50256, 9};
@@ -696,8 +704,9 @@ TEST(loader_reads_each_window_from_any_point) {
                 for (size_t at = 0; at + 4 < shard.size(); at += 4)
                     windows.emplace_back(&shard[at], &shard[at] + 5);
             }
-            const size_t n = windows.size(), B = std::min<size_t>(n, 4),
-                         batches = (3 * n + B - 1) / B;
+            const size_t n = windows.size();
+            const size_t B = std::min<size_t>(n, 4);
+            const size_t batches = (3 * n + B - 1) / B;
             const Tokenizer& tokenizer = c.pattern == book ? pairs : none;
             TestLoader loader(c.pattern, B, 4, c.vocab, shuffle, 3, tokenizer);
             CHECK(loader.windows() == n);
@@ -762,7 +771,8 @@ static GoodFile good_shard() {
 
 TEST(loader_errors) {
     const GoodFile file = good_shard();
-    const std::string path = file.path, here = fs::path(path).parent_path();
+    const std::string path = file.path;
+    const std::string here = fs::path(path).parent_path();
     file.poke(
         0, 20240326,
         "wrong magic at offset 0: expected 20240520, found 20240326; this is a model checkpoint");
@@ -775,8 +785,10 @@ TEST(loader_errors) {
                "truncated: expected a header of 1024 bytes, found a file of 1023");
     file.poke(8, 16, "too long: the header says 16 tokens, expected 1056 bytes, found 1058");
 
-    const std::string text = here + "/b.txt", exact = here + "/exact.md", name = here + "/x[1].bin",
-                      small = write_shards(std::vector<Tokens>(10, counting(4)));
+    const std::string text = here + "/b.txt";
+    const std::string exact = here + "/exact.md";
+    const std::string name = here + "/x[1].bin";
+    const std::string small = write_shards(std::vector<Tokens>(10, counting(4)));
     for (const std::string& shard : {path, name})
         write_file(shard, file.bytes);
     write_file(text, "this is text, long enough for a batch or two");
@@ -827,8 +839,8 @@ TEST(loader_reads_from_memory) {
     const std::string path = folder() + "/shard.bin";
     write_file(path, header_of({20240520, 1, 41}) + bytes_of(tokens));
     for (const int vocab : {kByteVocab, 50304}) {
-        TestLoader memory({"my tokens", tokens}, 3, 4, vocab, true, 7),
-            shard(path, 3, 4, vocab, true, 7);
+        TestLoader memory({"my tokens", tokens}, 3, 4, vocab, true, 7);
+        TestLoader shard(path, 3, 4, vocab, true, 7);
         CHECK(memory.windows() == 10 && memory.description() == "my tokens, 41 tokens");
         for (int i = 0; i < 7; i++)
             CHECK(memory.batch() == shard.batch());
@@ -859,7 +871,8 @@ TEST(loader_many_shards) {
 
 TEST(loader_larger_than_2_gib) {
     const std::string path = folder() + "/large.bin";
-    const int tokens = 2147000001, T = 1000;  // 4.3 GB, nearly all of it a hole
+    const int tokens = 2147000001;
+    const int T = 1000;  // 4.3 GB, nearly all of it a hole
     std::vector<uint16_t> end(2 * T + 1);
     std::iota(end.begin(), end.end(), 100);
     write_file(path, header_of({20240520, 1, tokens}));
@@ -946,7 +959,9 @@ TEST(loader_identity) {
     const auto identity = [](const std::string& pattern) {
         return TestLoader(pattern, 1, 4).identity();
     };
-    const std::string moved = folder(), all = moved + "/*.bin", pattern = write_shards(kShards);
+    const std::string moved = folder();
+    const std::string all = moved + "/*.bin";
+    const std::string pattern = write_shards(kShards);
     fs::copy(fs::path(pattern).parent_path(), moved);
     // of the data, however it is read
     const uint64_t before = TestLoader(pattern, 2, 3, 65536, true, 8).identity();
@@ -1055,7 +1070,8 @@ TEST(git_lfs_pointers_are_named) {
 TEST(other_paths_and_damaged_files) {
     for (const GoodFile& file :
          {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
-        const std::string none = file.path + ".none", here = fs::path(file.path).parent_path();
+        const std::string none = file.path + ".none";
+        const std::string here = fs::path(file.path).parent_path();
         CHECK_ERROR(file.read(none), none + ": ");
         CHECK_ERROR(file.read(here), here + ": ");
         CHECK_ERROR(file.read("/dev/null"), "/dev/null: not a regular file");

@@ -205,7 +205,8 @@ std::string undisturbed(const std::string& command = "", int ranks = 1) {
 // folder.
 void check_faults(const std::string& begin, const std::string& command, int ranks = 1,
                   int every = 1) {
-    const std::string out = dir() + "/faulty", wanted = content(undisturbed(command, ranks));
+    const std::string out = dir() + "/faulty";
+    const std::string wanted = content(undisturbed(command, ranks));
     const auto again = [&](int at, Fault kind) {
         std::filesystem::remove_all(out);
         std::filesystem::copy(begin, out);
@@ -215,7 +216,10 @@ void check_faults(const std::string& begin, const std::string& command, int rank
     CHECK(content(out) == wanted);
     const int operations = counted->operations;
     const std::vector<std::string> names(counted->names, counted->names + operations);
-    int possible = 0, tried = 0, survived = 0, refused = 0;
+    int possible = 0;
+    int tried = 0;
+    int survived = 0;
+    int refused = 0;
     for (int at = 0; at < operations; at++)
         for (int kind = kDiesBefore; kind < kFaults; kind++) {
             if ((kind == kDiesInside || kind == kShort) && !contains(names[at], "write"))
@@ -234,8 +238,8 @@ void check_faults(const std::string& begin, const std::string& command, int rank
             const Result second =
                 first.code ? train(options(out) + command + " -y 1", ranks) : first;
             // A checkpoint that was announced is never lost.
-            const double announced = number_after(first.out, "checkpoint " + out + "/model_"),
-                         resumed = number_after(second.out, "resumed at step ");
+            const double announced = number_after(first.out, "checkpoint " + out + "/model_");
+            const double resumed = number_after(second.out, "resumed at step ");
             const bool same = !left_over && content(out) == wanted &&
                               (kind != kInterrupted || first.code == 0) &&
                               (!first.code || std::isnan(announced) || resumed >= announced);
@@ -301,7 +305,8 @@ TEST(faults_with_two_ranks) {
 // parameters of one rank shows in the second step. If ranks share sequences, what is broken reaches
 // the others at once, and none may stop before them.
 TEST(a_rank_that_differs_is_named) {
-    const std::string other = dir() + "/other.bin", out = dir() + "/differs";
+    const std::string other = dir() + "/other.bin";
+    const std::string out = dir() + "/differs";
     write_shard(other, make_tokens(22 * 16 + 1, 2));
     const auto check = [&](const std::string& command, const std::string& says,
                            void (*change)(Options&)) {
@@ -323,7 +328,9 @@ TEST(a_rank_that_differs_is_named) {
 }
 
 TEST(a_run_without_more_threads_keeps_the_same) {
-    const std::string out = dir() + "/no_threads", large = dir() + "/large", bytes(10 << 20, 'x');
+    const std::string out = dir() + "/no_threads";
+    const std::string large = dir() + "/large";
+    const std::string bytes(10 << 20, 'x');
     no_threads = true;
     CHECK_RUN(train(options(out)), 0, "checkpoint");
     CHECK(test::error_of([&] { write_whole_file(large, {{bytes.data(), bytes.size()}}); }) == "");

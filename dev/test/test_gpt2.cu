@@ -37,7 +37,8 @@ std::vector<int> make_tokens(size_t n, int V, uint64_t seed) {
 // Micro-batch i of a stream of tokens, as fill_batch() lays it out.
 template <class Dev, class X>
 void upload_batches(GPT2<Dev, X>& model, const std::vector<int>& stream, size_t first) {
-    const size_t n = size_t(model.B) * model.T, ints = model.batch_ints();
+    const size_t n = size_t(model.B) * model.T;
+    const size_t ints = model.batch_ints();
     std::vector<int> host(ints * model.micro_steps);
     for (int i = 0; i < model.micro_steps; i++) {
         const int* from = stream.data() + (first + i) * n;
@@ -140,13 +141,15 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
     model.sizes.chunk = (B * T + 1) * 2 / 3;  // the classifier gets a whole chunk and a smaller one
     poison(dev, model.acts);                  // nothing may be read that this step did not write
     upload_batches(reference, stream, 0), upload_batches(model, stream, 0);
-    const double want = loss_and_gradient(reference), got = loss_and_gradient(model);
+    const double want = loss_and_gradient(reference);
+    const double got = loss_and_gradient(model);
     CHECK_NEAR(got, want, bound * want);
     for (size_t i = 0; i < model.grads.tensors.size(); i++) {
         const TensorSpec& t = model.grads.tensors[i];
         const std::vector<float> g = download<float>(model, model.grads.at(i), t.elements());
         const double* r = static_cast<double*>(reference.grads.at(i));
-        double error = 0, norm = 0;
+        double error = 0;
+        double norm = 0;
         for (size_t k = 0; k < g.size(); k++)
             error += (g[k] - r[k]) * (g[k] - r[k]), norm += r[k] * r[k];
         if (!(std::sqrt(error) <= bound * std::sqrt(norm)))
@@ -409,7 +412,9 @@ TEST(schedules_of_the_shortest_runs) {
 // Evenly spaced random numbers choose each token exactly as often as it is likely.
 TEST(sampling_follows_the_distribution) {
     const std::vector<float> logits = {0.f, std::log(2.f), std::log(5.f), -INFINITY};
-    const double r2 = std::sqrt(2.0), r5 = std::sqrt(5.0), all = 1 + r2 + r5;
+    const double r2 = std::sqrt(2.0);
+    const double r5 = std::sqrt(5.0);
+    const double all = 1 + r2 + r5;
     const struct {
         Sampling sampling;
         double p[4];
@@ -475,7 +480,8 @@ TEST(mfu_by_hand) {
         };
         CHECK(quiet_error_of([&] { on_threads(ranks, train); }) == "");
         const std::string row = rows(out, "train").at(0);
-        const double tok_s = value(row, "tokens_per_s"), mfu = value(row, "mfu_percent");
+        const double tok_s = value(row, "tokens_per_s");
+        const double mfu = value(row, "mfu_percent");
         CHECK(tok_s > 0);
         CHECK_NEAR(mfu, 100 * tok_s * 5349888 / (ranks * 67e12), 1e-9 * mfu);
     }
@@ -757,7 +763,8 @@ TEST(files_are_read_in_pieces) {
 // What is computed again has the same bits as what would have been kept. dev/test_program has the
 // bytes of each level.
 TEST(recompute_does_not_change_gradients) {
-    const int B = 2, T = 20;
+    const int B = 2;
+    const int T = 20;
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
     std::vector<char> kept;
     for (int level : {0, 1, 2}) {
@@ -840,7 +847,8 @@ TEST(out_of_memory_says_what_fits) {
     const auto with_batch = [&](int B) {
         return GPT2<Cpu, float>(small, kSmall, {.B = B, .T = 80, .training = true});
     };
-    const size_t three = with_batch(3).total_bytes(), one = with_batch(1).total_bytes();
+    const size_t three = with_batch(3).total_bytes();
+    const size_t one = with_batch(1).total_bytes();
     for (const auto& [memory, says] : {std::pair{three, "-b 3 would fit"},
                                        {three - 1, "-b 2 would fit"},
                                        {one, "-b 1 would fit"},
@@ -959,7 +967,8 @@ TEST(gpu_flash_equals_naive_over_400_steps_fp32) {
     const auto losses = [&](Attention attention) {
         return train<float>(gpu(false), config, attention, 256, 400, stream, 3e-4).first;
     };
-    const std::vector<double> flash = losses(Attention::flash), naive = losses(Attention::naive);
+    const std::vector<double> flash = losses(Attention::flash);
+    const std::vector<double> naive = losses(Attention::naive);
     double worst = 0;
     for (size_t i = 0; i < flash.size(); i++)
         worst = std::max(worst, std::fabs(flash[i] - naive[i]));
@@ -994,7 +1003,8 @@ TEST(gpu_memory_is_what_the_table_says) {
     for (int recompute : {0, 1, 2}) {
         GPT2<Cuda, bf16> model(gpu(), preset("d12"),
                                {.B = 4, .T = 1024, .training = true, .recompute = recompute});
-        size_t bytes = 0, tensors = 0;
+        size_t bytes = 0;
+        size_t tensors = 0;
         for (const Arena* a : model.arenas())
             for (const TensorSpec& t : a->tensors)
                 bytes += t.elements() * size_of(t.dtype), tensors++;
@@ -1016,7 +1026,7 @@ TEST(gpu_memory_is_what_the_table_says) {
 // A model file has fp32 weights. They become the master weights as they are, and the bf16 weights
 // rounded, in more than one piece of what is read.
 TEST(gpu_master_weights_are_those_of_the_file) {
-    const Config config = {16, 30000, 30080, 1, 2, 512};
+    const Config config = {16, 30000, 30080, 1, 8, 512};
     GPT2<Cuda, bf16> model(gpu(), config, {.B = 1, .T = 16, .training = true});
     model.allocate();
     std::vector<float> weights(model.num_parameters);
@@ -1054,7 +1064,9 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
     const std::vector<X> weights = download<X>(model, model.params.base, model.num_parameters);
     std::copy(weights.begin(), weights.end(), exact.weights().wte);
     // without and with the cache, and without it
-    double l2[2][321] = {}, largest[321] = {}, worst = 0;
+    double l2[2][321] = {};
+    double largest[321] = {};
+    double worst = 0;
     for (bool cached : {false, true})
         for (int n = 1; n <= 320; n++) {
             const std::vector<int> text = make_tokens(n, config.V, 5);
@@ -1069,8 +1081,8 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
             l2[cached][0] = std::hypot(l2[cached][0], l2[cached][n]);  // of all
             worst = std::max(worst, l2[true][n] / l2[false][n]);
             const Sampling greedy = {0.f, 0};
-            const int best = sample_token({want.begin(), want.end()}, greedy, 0),
-                      chosen = sample_token({got.begin(), got.end()}, greedy, 0);
+            const int best = sample_token({want.begin(), want.end()}, greedy, 0);
+            const int chosen = sample_token({got.begin(), got.end()}, greedy, 0);
             CHECK(want[best] - want[chosen] <= 2 * largest[n]);
         }
     const double all = l2[true][0] / l2[false][0];

@@ -202,7 +202,8 @@ TEST(launchers_variables) {
             test::report(__FILE__, __LINE__, environment + ": " + got + ", expected " + says);
     }
     const std::string local = mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_MCA_ess_base_jobid=";
-    const std::string seven = place_with(local + "7"), eight = place_with(local + "8");
+    const std::string seven = place_with(local + "7");
+    const std::string eight = place_with(local + "8");
     CHECK(seven.substr(0, seven.find(", job")) != eight.substr(0, eight.find(", job")));
 }
 
@@ -242,7 +243,9 @@ TEST(ranks_die_with_their_parent) {
     kill(parent.pids[0], SIGKILL);
     parent.check({137});
     std::istringstream words(parent.text());
-    int pid = 0, found = 0, alive = 3;
+    int pid = 0;
+    int found = 0;
+    int alive = 3;
     std::vector<int> pids;
     for (std::string word; words >> word >> pid; found++)
         pids.push_back(pid);
@@ -412,7 +415,8 @@ TEST(missing_and_wrong_ranks_are_named) {
 }
 
 TEST(a_port_is_another_programs_at_first) {
-    const int port = free_port(), fd = listen_at("127.0.0.1", port);
+    const int port = free_port();
+    const int fd = listen_at("127.0.0.1", port);
     CHECK_ERROR(rendezvous(local_place(0, 2, port), {}, ""),
                 "Address already in use; set MASTER_ADDR");
     Processes ranks;
@@ -464,7 +468,8 @@ TEST(a_silent_address_takes_no_more_than_the_patience) {
 // None gets an answer.
 TEST(strangers_at_the_port) {
     const int port = free_port();
-    Processes ranks, flood;
+    Processes ranks;
+    Processes flood;
     ranks.start([&] { return meet_all(local_place(0, 2, port, "secret")); });
     const std::string wrong("Secret\0001\0002\000rank\000here\0", 21);
     std::vector<std::string> say = {"", "GET / HTTP/1.1\r\n\r\n", std::string(1000, '\0')};

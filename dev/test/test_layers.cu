@@ -168,7 +168,8 @@ struct Result {
 };
 
 void compare(const std::string& what, const Result& r) {
-    const Values &got = r.tensor.first, &want = r.tensor.reference;
+    const Values& got = r.tensor.first;
+    const Values& want = r.tensor.reference;
     double largest = r.least;
     for (double w : want)
         largest = std::max(largest, std::fabs(w));
@@ -268,7 +269,8 @@ TEST(device) {
 }
 
 TEST(another_stream_is_noticed) {
-    const Tensor<float> from({1.0, 2.0}), to({3.0, 4.0});
+    const Tensor<float> from({1.0, 2.0});
+    const Tensor<float> to({3.0, 4.0});
     for (const bool other : {true, false}) {
         const Late late;
         const Cuda& dev = late;
@@ -285,12 +287,15 @@ TEST(another_stream_is_noticed) {
 template <class X>
 void check_encoder(int B, int T, int C, int V, const std::vector<int>& token_list,
                    const Positions& at = {}) {
-    const size_t N = size_t(B) * T,
-                 positions = 1 + std::max(at.of(T - 1), at.of(std::min(at.chunk, T) - 1));
+    const size_t N = size_t(B) * T;
+    const size_t positions = 1 + std::max(at.of(T - 1), at.of(std::min(at.chunk, T) - 1));
     const Ints tokens(token_list);
-    Tensor<X> wte(randn<X>(size_t(V) * C)), wpe(randn<X>(positions * C)), dout(randn<X>(N * C)),
-        out(poison(N * C));
-    Tensor<float> dwte(randn<float>(size_t(V) * C)), dwpe(randn<float>(positions * C));
+    Tensor<X> wte(randn<X>(size_t(V) * C));
+    Tensor<X> wpe(randn<X>(positions * C));
+    Tensor<X> dout(randn<X>(N * C));
+    Tensor<X> out(poison(N * C));
+    Tensor<float> dwte(randn<float>(size_t(V) * C));
+    Tensor<float> dwpe(randn<float>(positions * C));
     check(label<X>("encoder", B, T, C), {{"out", out, kOutput<X>}, {"dwte", dwte}, {"dwpe", dwpe}},
           [&](const auto& on) {
               encoder_forward(on.dev, on(out), on(tokens), on(wte), on(wpe), B, T, C, at);
@@ -312,7 +317,8 @@ TEST_OF_X(encoder) {
     // one token, with many chunks, one and two
     for (const int same : {4096, kEncoderChunk, kEncoderChunk + 1})
         check_encoder<X>(1, same, 64, 3, std::vector<int>(same, 2));
-    std::vector<int> different(4096), pairs(33 * 64);
+    std::vector<int> different(4096);
+    std::vector<int> pairs(33 * 64);
     for (int i = 0; i < 4096; i++)
         different[i] = (i * 1021) % 4096;
     // 33 positions a token, the most partial rows there can be
@@ -351,9 +357,12 @@ template <class X>
 void check_layernorm(size_t N, int C, size_t offset = 0) {
     const std::string what = label<X>("layernorm", N, C, offset);
     // A mean far from zero would expose a variance computed as E[x²] − E[x]².
-    Tensor<X> inp(randn<X>(N * C, 1.0, 8.0), offset), weight(randn<X>(C, 0.5, 1.0), offset),
-        bias(randn<X>(C), offset), out(poison(N * C), offset);
-    Tensor<float> mean(poison(N)), rstd(poison(N));
+    Tensor<X> inp(randn<X>(N * C, 1.0, 8.0), offset);
+    Tensor<X> weight(randn<X>(C, 0.5, 1.0), offset);
+    Tensor<X> bias(randn<X>(C), offset);
+    Tensor<X> out(poison(N * C), offset);
+    Tensor<float> mean(poison(N));
+    Tensor<float> rstd(poison(N));
     // x is near 8, so its distance to the mean has an absolute error of 8 roundings. C = 1 and 2
     // can have a tiny variance.
     const double spread = C > 2 ? 8.0 : 1000.0;
@@ -363,19 +372,26 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
     });
 
     // Backward, from fp32 statistics.
-    Values m = mean.reference, s = rstd.reference;
+    Values m = mean.reference;
+    Values s = rstd.reference;
     for (size_t n = 0; n < N; n++)
         m[n] = rounded<float>(m[n]), s[n] = rounded<float>(s[n]);
-    Tensor<float> mean_in(m), rstd_in(s), dweight(randn<float>(C)), dbias(randn<float>(C)),
-        dsum(randn<float>(C));
-    Tensor<X> dout(randn<X>(N * C), offset), dinp(randn<X>(N * C), offset);
+    Tensor<float> mean_in(m);
+    Tensor<float> rstd_in(s);
+    Tensor<float> dweight(randn<float>(C));
+    Tensor<float> dbias(randn<float>(C));
+    Tensor<float> dsum(randn<float>(C));
+    Tensor<X> dout(randn<X>(N * C), offset);
+    Tensor<X> dinp(randn<X>(N * C), offset);
     const auto backward = [&](const auto& on, bool with_sum) {
         const Scratch scratch(layernorm_scratch_bytes(on.dev, C));
         layernorm_backward(on.dev, on(dinp), on(dweight), on(dbias), with_sum ? on(dsum) : nullptr,
                            scratch.p, on(dout), on(inp), on(weight), on(mean_in), on(rstd_in), N,
                            C);
     };
-    const Result dx = {"dinp", dinp, kOutput<X>}, dw = {"dweight", dweight}, db = {"dbias", dbias};
+    const Result dx = {"dinp", dinp, kOutput<X>};
+    const Result dw = {"dweight", dweight};
+    const Result db = {"dbias", dbias};
     // of values around 1, which may cancel
     const Result dx_sum = {"dinp_sum", dsum, kFp32, 1.0, false, &dinp};
     check(what, {dx, dw, db, dx_sum}, [&](const auto& on) { backward(on, true); });
@@ -410,10 +426,15 @@ double product_tolerance() {
 template <class X>
 void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
     const std::string what = label<X>("matmul", N, C, OC);
-    const double product = product_tolerance<X>(), output = std::max(product, kOutput<X>);
-    Tensor<X> inp(randn<X>(N * C), offset), weight(randn<X>(size_t(OC) * C), offset),
-        bias(randn<X>(OC)), dout(randn<X>(N * OC), offset), out(poison(N * OC), offset),
-        dinp(poison(N * C), offset), residual(randn<X>(N * OC, 3.0), offset);
+    const double product = product_tolerance<X>();
+    const double output = std::max(product, kOutput<X>);
+    Tensor<X> inp(randn<X>(N * C), offset);
+    Tensor<X> weight(randn<X>(size_t(OC) * C), offset);
+    Tensor<X> bias(randn<X>(OC));
+    Tensor<X> dout(randn<X>(N * OC), offset);
+    Tensor<X> out(poison(N * OC), offset);
+    Tensor<X> dinp(poison(N * C), offset);
+    Tensor<X> residual(randn<X>(N * OC, 3.0), offset);
     const auto forward = [&](Tensor<X>& to, bool with_bias, Tensor<X>* added) {
         // With odd sizes cuBLASLt may round the product before it adds the rest.
         check(what + (with_bias ? " bias" : "") + (added ? " residual" : ""),
@@ -430,7 +451,8 @@ void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
     forward(out, true, &residual), forward(out, false, &residual),
         forward(residual, true, &residual);
 
-    Tensor<float> dweight(randn<float>(size_t(OC) * C)), written(poison(size_t(OC) * C));
+    Tensor<float> dweight(randn<float>(size_t(OC) * C));
+    Tensor<float> written(poison(size_t(OC) * C));
     const auto backward = [&](const auto& on, Tensor<float>& to, bool with_dinp, bool accumulate) {
         matmul_backward(on.dev, with_dinp ? on(dinp) : nullptr, on(to), on(dout), on(inp),
                         on(weight), N, C, OC, accumulate);
@@ -469,10 +491,12 @@ TEST(matmul_bf16) {
 
 template <class X>
 void check_qkv_bias(size_t N, int C, size_t offset = 0) {
-    Tensor<X> dqkv(randn<X>(N * 3 * C), offset), projw(randn<X>(size_t(C) * C), offset);
+    Tensor<X> dqkv(randn<X>(N * 3 * C), offset);
+    Tensor<X> projw(randn<X>(size_t(C) * C), offset);
     Values start = randn<float>(3 * C);
     std::fill(start.begin() + 2 * C, start.end(), kNaN);  // v's part is written
-    Tensor<float> dqkvb(start), dprojb(randn<float>(C));
+    Tensor<float> dqkvb(start);
+    Tensor<float> dprojb(randn<float>(C));
     check(
         label<X>("qkv_bias", N, C, 3 * C), {{"dqkvb", dqkvb}},
         [&](const OnGpu& on) {
@@ -481,7 +505,8 @@ void check_qkv_bias(size_t N, int C, size_t offset = 0) {
         },
         [&](const OnReference& on) {  // a formula, because the reference adds up all rows
             for (int c = 0; c < C; c++) {
-                double &q = on(dqkvb)[c], &v = on(dqkvb)[2 * C + c];
+                double& q = on(dqkvb)[c];
+                double& v = on(dqkvb)[2 * C + c];
                 for (size_t row = 0; row < N; row++)
                     q += on(dqkv)[row * 3 * C + c];
                 v = 0;
@@ -505,12 +530,18 @@ enum { kWhole, kSplit, kSplitIfAdded, kSplitOnOwn, kIdle };
 TEST(matmul_race) {
     const Cuda& dev = gpu();
     MatmulProduct p = {.rows = 1024, .cols = 1024, .k = 2048};
-    const size_t rows = p.rows, K = p.k, n = rows * K;
-    const Tensor<float> ones(Values(n, 1.0)), zeros(Values(n, 0.0)), a(randn<float>(n)),
-        b(randn<float>(n)), d(randn<float>(rows * p.cols));
+    const size_t rows = p.rows;
+    const size_t K = p.k;
+    const size_t n = rows * K;
+    const Tensor<float> ones(Values(n, 1.0));
+    const Tensor<float> zeros(Values(n, 0.0));
+    const Tensor<float> a(randn<float>(n));
+    const Tensor<float> b(randn<float>(n));
+    const Tensor<float> d(randn<float>(rows * p.cols));
     // A·B, over all of K at once or in two parts.
     const auto multiply = [&](const MatmulOperands& o, bool accumulate, bool split) {
-        const float one = 1.f, zero = 0.f;
+        const float one = 1.f;
+        const float zero = 0.f;
         const auto part = [&](size_t from, size_t to, bool add) {
             CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_N, CUBLAS_OP_N, rows, p.cols, to - from,
                                       &one, static_cast<const float*>(o.a) + from * rows,
@@ -541,7 +572,8 @@ TEST(matmul_race) {
         p.accumulate = accumulate;
         const Values before = d.values();
         const Numbers kinds = {kWhole, kSplit, kWhole, kSplitIfAdded, kSplitOnOwn, kIdle};
-        const RaceResult random = race_of(kinds, a, b), idle = race_of({kWhole, kIdle}, a, b);
+        const RaceResult random = race_of(kinds, a, b);
+        const RaceResult idle = race_of({kWhole, kIdle}, a, b);
         CHECK((random.equal == Numbers{0, 2}) && (random.fastest == 0 || random.fastest == 2));
         // the idle one is faster, but wrote nothing
         CHECK(idle.equal == Numbers{0} && idle.fastest == 0);
@@ -563,7 +595,8 @@ TEST(matmul_race) {
     }
 
     // Each hostile set can tell a split of K by itself.
-    const Tensor<float> hostile_a(poison(n)), hostile_b(poison(n));
+    const Tensor<float> hostile_a(poison(n));
+    const Tensor<float> hostile_b(poison(n));
     for (int set = 0; set < kHostileSets; set++) {
         HostileOperand operand = {
             .side = HostileOperand::kA, .type = DType::f32, .lines = rows, .k = K};
@@ -584,9 +617,11 @@ TEST(matmul_race) {
 template <class X>
 void check_matmul_activation(size_t N, int C, int OC, size_t offset = 0) {
     const double output = 2 * std::max(product_tolerance<X>(), kOutput<X>);
-    Tensor<X> inp(randn<X>(N * C), offset),
-        weight(randn<X>(size_t(OC) * C, 1 / std::sqrt(C)), offset), bias(randn<X>(OC)),
-        pre(poison(N * OC), offset), out(poison(N * OC), offset);
+    Tensor<X> inp(randn<X>(N * C), offset);
+    Tensor<X> weight(randn<X>(size_t(OC) * C, 1 / std::sqrt(C)), offset);
+    Tensor<X> bias(randn<X>(OC));
+    Tensor<X> pre(poison(N * OC), offset);
+    Tensor<X> out(poison(N * OC), offset);
     check(label<X>("matmul_activation", N, C, OC), {{"pre", pre, output}, {"out", out, output}},
           [&](const auto& on) {
               matmul_activation_forward(on.dev, on(out), on(pre), on(inp), on(weight), on(bias), N,
@@ -597,18 +632,20 @@ void check_matmul_activation(size_t N, int C, int OC, size_t offset = 0) {
 template <class X>
 void check_matmul_activation_backward(size_t N, int C, int OC, size_t offset = 0) {
     const std::string what = label<X>("matmul_activation_backward", N, C, OC);
-    Tensor<X> dout(randn<X>(N * OC), offset),
-        weight(randn<X>(size_t(OC) * C, 1 / std::sqrt(OC)), offset),
-        pre(randn<X>(N * C, 2.0), offset), dpre(poison(N * C), offset), out(poison(N * C), offset);
+    Tensor<X> dout(randn<X>(N * OC), offset);
+    Tensor<X> weight(randn<X>(size_t(OC) * C, 1 / std::sqrt(OC)), offset);
+    Tensor<X> pre(randn<X>(N * C, 2.0), offset);
+    Tensor<X> dpre(poison(N * C), offset);
+    Tensor<X> out(poison(N * C), offset);
     Tensor<float> sum(randn<float>(C));
     const auto call = [&](const auto& on, bool with_out) {
         const Scratch scratch(matmul_activation_scratch_bytes(on.dev, N, C, OC));
         matmul_activation_backward(on.dev, on(dpre), on(sum), with_out ? on(out) : nullptr,
                                    scratch.p, on(dout), on(weight), on(pre), N, C, OC);
     };
-    const Result dx = {"dpre", dpre, 2 * std::max(product_tolerance<X>(), kOutput<X>)},
-                 dx_sum = {"dpre_sum", sum, kFp32, 0.0, false, &dpre},
-                 again = {"out", out, kOutput<X>};
+    const Result dx = {"dpre", dpre, 2 * std::max(product_tolerance<X>(), kOutput<X>)};
+    const Result dx_sum = {"dpre_sum", sum, kFp32, 0.0, false, &dpre};
+    const Result again = {"out", out, kOutput<X>};
     check(what, {dx, dx_sum, again}, [&](const auto& on) { call(on, true); });
     check_same(what + " without out", {dx, dx_sum}, [&](const auto& on) { call(on, false); });
     check_same(what + " and activation_forward", {again},
@@ -651,8 +688,10 @@ void check_activation(size_t N, int C, size_t offset = 0) {
     const double extremes[] = {0.0, -0.0, 1e-30, -1e-30, 10.0, -10.0, 100.0, -100.0, 1e18, -1e18};
     if (n > 100)
         std::transform(extremes, extremes + 10, x.begin(), rounded<X>);
-    Tensor<X> inp(x, offset), dout(randn<X>(n), offset), out(poison(n), offset),
-        dinp(poison(n), offset);
+    Tensor<X> inp(x, offset);
+    Tensor<X> dout(randn<X>(n), offset);
+    Tensor<X> out(poison(n), offset);
+    Tensor<X> dinp(poison(n), offset);
     Tensor<float> sum(randn<float>(C));
     // Errors of `out` are relative to the result if that is a sizeable part of x, else to 0.01.
     check(what, {{"out", out, kOutput<X>, 1e-2, true}},
@@ -728,7 +767,9 @@ TEST_OF_X(classifier) {
     // A target outside the vocabulary, padding included, makes its row NaN. A logit that is NaN or
     // +∞ is noticed in its row, wherever it is. −∞ is a probability of zero. The other rows are as
     // they should be.
-    const int V = 257, Vp = 384, N = 7;
+    const int V = 257;
+    const int Vp = 384;
+    const int N = 7;
     const Tensor<float> losses(poison(N));
     for (int at : {0, 100, V - 1}) {
         Values x = randn<X>(N * Vp);
@@ -736,7 +777,8 @@ TEST_OF_X(classifier) {
         const Tensor<X> logits(x);
         classifier<X>(Late(), logits, losses, Ints({V, -1, 1000000, 7, 7, 7, V - 1}), 1.f, N, V,
                       Vp);
-        const Values loss = losses.values(), gradient = logits.values();
+        const Values loss = losses.values();
+        const Values gradient = logits.values();
         for (int n = 0; n < N; n++) {
             CHECK(n < 3 ? std::isnan(loss[n]) : std::isfinite(loss[n]) == n > 4);
             if (n != 4)
@@ -760,8 +802,10 @@ void check_cross_entropy(size_t N, int C, int V, int Vp, double scale, bool sure
     for (size_t i = 0; sure && i < N * C; i++)
         rows[i] = rounded<X>(0.6 / scale * weight.start[classes[i / C] * size_t(C) + i % C] *
                              std::sqrt(C));
-    Tensor<X> inp(rows), dlogits(poison(N * Vp));
-    Tensor<float> losses(poison(N)), dweight(randn<float>(size_t(Vp) * C));
+    Tensor<X> inp(rows);
+    Tensor<X> dlogits(poison(N * Vp));
+    Tensor<float> losses(poison(N));
+    Tensor<float> dweight(randn<float>(size_t(Vp) * C));
     const float dloss = 0.37f;
     const auto call = [&](const auto& on, float dloss) {
         const Scratch scratch(cross_entropy_scratch_bytes<X>(on.dev, N, C, Vp));
@@ -786,7 +830,8 @@ void check_cross_entropy(size_t N, int C, int V, int Vp, double scale, bool sure
     // Each of dlogits up to its row's scale, which the target's tells. Largest values hide most of
     // a wide row.
     for (size_t n = 0; fused && n < N; n++) {
-        const double *got = &dlogits.first[n * Vp], *want = &dlogits.reference[n * Vp];
+        const double* got = &dlogits.first[n * Vp];
+        const double* want = &dlogits.reference[n * Vp];
         const double row = got[classes[n]] != 0 ? want[classes[n]] / got[classes[n]] : 1;
         for (int v = 0; v < Vp; v++)
             if (!(std::fabs(row * got[v] - want[v]) <= gradient * std::fabs(want[v]) + 1e-30)) {
@@ -819,8 +864,12 @@ TEST_OF_X(cross_entropy) {
     check_cross_entropy<X>(127, 768, 1000, 1152, 1.0, true);
 
     // A target outside the vocabulary and a number that is none make their rows NaN.
-    const int N = 10, C = 64, V = 257, Vp = 384;
-    const Tensor<X> weight(randn<X>(Vp * C, 0.1)), dlogits(poison(N * Vp));
+    const int N = 10;
+    const int C = 64;
+    const int V = 257;
+    const int Vp = 384;
+    const Tensor<X> weight(randn<X>(Vp * C, 0.1));
+    const Tensor<X> dlogits(poison(N * Vp));
     const Tensor<float> losses(poison(N));
     const auto run = [&](const Values& rows, const Tensor<X>& weight,
                          const std::vector<int>& classes) {
@@ -834,8 +883,8 @@ TEST_OF_X(cross_entropy) {
     };
     Values rows = randn<X>(N * C);
     rows[3 * C] = NAN, rows[4 * C + 5] = INFINITY, rows[5 * C + 63] = -INFINITY;
-    const Values dinp = run(rows, weight, {V, -1, 1000000, 7, 7, 7, 0, V - 1, 7, 7}),
-                 loss = losses.values();
+    const Values dinp = run(rows, weight, {V, -1, 1000000, 7, 7, 7, 0, V - 1, 7, 7});
+    const Values loss = losses.values();
     for (int n = 0; n < N; n++)
         CHECK(std::isfinite(loss[n]) == n > 5 && std::isfinite(dinp[n * C]) == n > 5);
     for (const double broken : {double(NAN), double(INFINITY)}) {
@@ -983,10 +1032,15 @@ AdamW hyper(int step, float max_norm = 1.f) {
 TEST(adamw_against_reference) {
     for (const float max_norm : {0.f, 1.f, 1000.f}) {
         const Values zeros(kAdamSize, 0.0);
-        Tensor<float> p(randn<bf16>(kAdamSize)), m(zeros), v(zeros), master(p.start), m_bf16(zeros),
-            v_bf16(zeros);
+        Tensor<float> p(randn<bf16>(kAdamSize));
+        Tensor<float> m(zeros);
+        Tensor<float> v(zeros);
+        Tensor<float> master(p.start);
+        Tensor<float> m_bf16(zeros);
+        Tensor<float> v_bf16(zeros);
         Tensor<bf16> params(p.start);
-        std::deque<Tensor<float>> g, norm;
+        std::deque<Tensor<float>> g;
+        std::deque<Tensor<float>> norm;
         for (int step = 1; step <= 10; step++) {
             const Values& x = g.emplace_back(randn<float>(kAdamSize, 3.0)).start;
             norm.emplace_back(Values{
@@ -1005,7 +1059,8 @@ TEST(adamw_against_reference) {
         CHECK(same_bits(master.values(), p.first));
         CHECK(same_bits(m_bf16.values(), m.first) && same_bits(v_bf16.values(), v.first));
 
-        const Values exact = master.values(), stored = params.values();
+        const Values exact = master.values();
+        const Values stored = params.values();
         for (size_t i = 0; i < kAdamSize; i++) {
             // One of the two bf16 neighbours: less than 2⁻⁷ of the power of two below.
             const double ulp = std::ldexp(1.0, std::ilogb(exact[i]) - 7);
@@ -1018,15 +1073,22 @@ TEST(adamw_against_reference) {
 // Four ranks that each update their share write the same bits as one rank that updates all,
 // stochastic rounding included.
 TEST(adamw_shares) {
-    const size_t piece = 1000, n = 3 * 4 * piece + 4096, own = n / 4;
+    const size_t piece = 1000;
+    const size_t n = 3 * 4 * piece + 4096;
+    const size_t own = n / 4;
     const Values start = randn<bf16>(n);
-    const Tensor<float> g(randn<float>(n)), norm({30.0});
-    const Tensor<float> fp32(start), fp32_shared(start);
-    const Tensor<bf16> params(start), shared(start);
+    const Tensor<float> g(randn<float>(n));
+    const Tensor<float> norm({30.0});
+    const Tensor<float> fp32(start);
+    const Tensor<float> fp32_shared(start);
+    const Tensor<bf16> params(start);
+    const Tensor<bf16> shared(start);
     // The same state updates a model in bf16 and one in fp32.
     const auto update = [&](bf16* params, float* fp32, const Values& start, const float* g,
                             const ParamRange(&ranges)[2]) {
-        Tensor<float> master(start), m(Values(start.size(), 0.0)), v(m.start);
+        Tensor<float> master(start);
+        Tensor<float> m(Values(start.size(), 0.0));
+        Tensor<float> v(m.start);
         adamw_update<bf16>(Late(), params, master, m, v, g, norm, ranges, 2, hyper(2));
         m.reset(), v.reset();
         adamw_update<float>(Late(), fp32, nullptr, m, v, g, norm, ranges, 2, hyper(2));
@@ -1045,7 +1107,8 @@ TEST(adamw_shares) {
                                      .pieces = 1,
                                      .stride = 4096,
                                      .skipped = 9 * piece + r * 1024}};
-        Values own_start(own), own_g(own);
+        Values own_start(own);
+        Values own_g(own);
         for (const ParamRange& range : share)
             for (size_t p = 0; p < range.pieces; p++) {
                 std::copy_n(&start[range.piece(p)], range.size, &own_start[range.state(p)]);
@@ -1088,8 +1151,11 @@ TEST(adamw_bias_correction) {
     const size_t n = 1000;
     const ParamRange all = {0, n, false};
     for (const int step : {1, 2, 100, 100000}) {
-        Tensor<float> p(Values(n, 0.0)), m(randn<float>(n, 0.1, 1.0)), v(randn<float>(n, 0.1, 1.0)),
-            g(randn<float>(n)), norm({1.0});
+        Tensor<float> p(Values(n, 0.0));
+        Tensor<float> m(randn<float>(n, 0.1, 1.0));
+        Tensor<float> v(randn<float>(n, 0.1, 1.0));
+        Tensor<float> g(randn<float>(n));
+        Tensor<float> norm({1.0});
         AdamW slow = hyper(step);
         slow.beta1 = 0.99999f, slow.beta2 = 0.9999f;
         check(format("adamw at step %d", step),
@@ -1106,7 +1172,11 @@ TEST(adamw_stochastic_rounding) {
     const size_t n = 1 << 20;
     const ParamRange all = {0, n, true};
     const Values zeros(n, 0.0);
-    Tensor<float> master(zeros), m(zeros), v(zeros), g(randn<float>(n)), norm({1.0});
+    Tensor<float> master(zeros);
+    Tensor<float> m(zeros);
+    Tensor<float> v(zeros);
+    Tensor<float> g(randn<float>(n));
+    Tensor<float> norm({1.0});
     Tensor<bf16> params(poison(n));
     const auto draw = [&](double value, int step, uint64_t seed = 42) {
         master.start.assign(n, value);
@@ -1119,13 +1189,15 @@ TEST(adamw_stochastic_rounding) {
     int step = 0;
     for (const double fraction : {0.0, 1.0 / 4096, 0.25, 0.5, 0.9})
         for (const double sign : {1.0, -1.0}) {
-            const double below = sign * 3.0, above = sign * (3.0 + 1.0 / 64),
-                         value = float(below + fraction * (above - below));
+            const double below = sign * 3.0;
+            const double above = sign * (3.0 + 1.0 / 64);
+            const double value = float(below + fraction * (above - below));
             const double exact = (value - below) / (above - below);  // as fp32 holds it
             const Values drawn = draw(value, ++step);
             // each of the elements that share a hash is counted apart
             for (size_t lane = 0; lane < 4; lane++) {
-                size_t up = 0, neither = 0;
+                size_t up = 0;
+                size_t neither = 0;
                 for (size_t i = lane; i < n; i += 4) {
                     up += drawn[i] == above;
                     neither += drawn[i] != above && drawn[i] != below;

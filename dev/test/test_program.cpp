@@ -20,7 +20,8 @@ namespace {
 
 // A model that has taken one step.
 const std::string& model() {
-    static const std::string out = dir() + "/model", path = model_path(out, 1);
+    static const std::string out = dir() + "/model";
+    static const std::string path = model_path(out, 1);
     if (!exists(path))
         CHECK_RUN(run(tiny() + "-x 1 -o " + out), 0, "checkpoint");
     return path;
@@ -65,8 +66,8 @@ int two_gpus() {
 // The largest |a − b|/b of the losses that two runs logged, each of them `count`. Otherwise NaN,
 // which is near nothing.
 double apart(const std::string& run, const std::string& other, const char* kind, size_t count) {
-    const std::vector<double> a = values(run, kind, "loss_nats"),
-                              b = values(other, kind, "loss_nats");
+    const std::vector<double> a = values(run, kind, "loss_nats");
+    const std::vector<double> b = values(other, kind, "loss_nats");
     double worst = a.size() == count && b.size() == count ? 0 : NAN;
     for (size_t i = 0; i < std::min(a.size(), b.size()); i++)
         keep_worst(worst, std::fabs(a[i] - b[i]) / b[i]);
@@ -86,7 +87,8 @@ std::string as_rank(int rank, int size, int port) {
 // What the program makes of arguments: the options that no longer have their defaults, or what is
 // wrong.
 static std::string parsed(const std::vector<std::string>& arguments) {
-    Options o, fresh;
+    Options o;
+    Options fresh;
     try {
         o = options_of(arguments);
     } catch (const UsageError& e) {
@@ -286,7 +288,8 @@ TEST(usage_errors_exit_with_2) {
 }
 
 TEST(other_errors_exit_with_1) {
-    const std::string bad = dir() + "/bad.bin", logged = dir() + "/logged";
+    const std::string bad = dir() + "/bad.bin";
+    const std::string logged = dir() + "/logged";
     write_file(bad, std::string(2000, 'x'));
     std::filesystem::create_directory(logged);
     write_file(logged + "/log.jsonl", "{}\n");
@@ -324,7 +327,8 @@ TEST(other_errors_exit_with_1) {
 // A stream that is closed does not become the log, and one that cannot be written does not go
 // unnoticed.
 TEST(standard_streams_may_be_closed_or_full) {
-    const std::string out = dir() + "/closed", command = "./train_gpt2cu " + tiny() + "-x 2 ";
+    const std::string out = dir() + "/closed";
+    const std::string command = "./train_gpt2cu " + tiny() + "-x 2 ";
     CHECK_RUN(shell(command + "-o " + out + " <&- >&- 2>&-"), 0, "");
     CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
     for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
@@ -404,7 +408,8 @@ TEST(a_text_without_end_ends_by_a_signal_in_a_container) {
 
 // A file or a pipe gets a text byte by byte. On a terminal it must not be a command to it.
 TEST(control_characters_reach_files_and_no_terminal) {
-    const std::string text = "a\r\f\x1b[2J\x07\x7f\xC2\x9B\xFF\tz", bad = "\xEF\xBF\xBD";
+    const std::string text = "a\r\f\x1b[2J\x07\x7f\xC2\x9B\xFF\tz";
+    const std::string bad = "\xEF\xBF\xBD";
     const std::string shown = "a" + bad + bad + bad + "[2J" + bad + bad + bad + bad + "\tz";
     const std::string prompt = "--temperature 0 --prompt " + shell_quoted(text);
     const std::string generate = "./train_gpt2cu --device cpu --generate 1 -e " + model();
@@ -460,9 +465,10 @@ TEST(memory_table_and_profile) {
                   bytes_per_token);
     // A run has what the table says, and dev/test_gpt2 what is allocated. The moments are as large
     // as the parameters twice.
-    const std::string table = run(tiny() + "--memory").out, described = run(tiny() + "-x 0").out;
-    const double total = number_after(described, "\nmemory "),
-                 parameters = number_after(described, ": parameters ");
+    const std::string table = run(tiny() + "--memory").out;
+    const std::string described = run(tiny() + "-x 0").out;
+    const double total = number_after(described, "\nmemory ");
+    const double parameters = number_after(described, ": parameters ");
     CHECK(parameters > 2);
     CHECK_NEAR(number_after(table, "total, and activations per token "), total, 0.06);
     CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), 3 * parameters, 0.2);
@@ -480,7 +486,8 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
 // Wherever the program is, and whatever its folder and the run's are called.
 TEST(the_next_command_works_where_it_was_printed) {
     const std::string here = dir() + "/where it's $HOME";
-    const std::string folder = "lr=1 $x", program = folder + "/it's \\ the\nprogram";
+    const std::string folder = "lr=1 $x";
+    const std::string program = folder + "/it's \\ the\nprogram";
     std::filesystem::create_directories(here + "/" + folder);
     std::filesystem::create_directory(here + "/bin");
     const auto built = std::filesystem::absolute("train_gpt2cu");
@@ -500,7 +507,9 @@ TEST(the_next_command_works_where_it_was_printed) {
         };
         const std::string options = tiny() + "-x 1 --output-dir=" + shell_quoted(out);
         const std::string said = in_here(shell_quoted(called) + " " + options).out;
-        const std::string sign = "\nnext: ", many = "--generate 500", few = "--generate 5";
+        const std::string sign = "\nnext: ";
+        const std::string many = "--generate 500";
+        const std::string few = "--generate 5";
         std::string next = said.substr(std::min(said.find(sign) + sign.size(), said.size()));
         CHECK(contains(next, many));
         next.replace(std::min(next.find(many), next.size()), many.size(), few);  // takes less time
@@ -515,8 +524,8 @@ TEST(resume_is_bit_exact_gpu) {
     if (Cuda::count() == 0)
         SKIP("no GPU");
     for (const std::string precision : {"bf16", "fp32"}) {
-        const std::string straight = dir() + "/straight_" + precision,
-                          resumed = dir() + "/resumed_" + precision;
+        const std::string straight = dir() + "/straight_" + precision;
+        const std::string resumed = dir() + "/resumed_" + precision;
         const std::string options = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -k constant -u 0 -i " +
                                     text_file() + " --precision " + precision + " -o ";
         CHECK_RUN(run(options + straight + " -x 20"), 0, "step 20/20");
@@ -558,9 +567,9 @@ TEST(gpus_train_as_one) {
         for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
             const bool fp32 = precision[0] == 'f';
             const std::string command = kGpus + (shared ? "-b 2 -t 256 -d 1024" : "") +
-                                        " -x 20 -v 10 -m 5 --precision " + precision + " ",
-                              one = dir() + format("/gpu_%d_%d", shared, fp32),
-                              other_seed = one + "_seed";
+                                        " -x 20 -v 10 -m 5 --precision " + precision + " ";
+            const std::string one = dir() + format("/gpu_%d_%d", shared, fp32);
+            const std::string other_seed = one + "_seed";
             CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
             if (shared)
                 CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
@@ -592,7 +601,8 @@ TEST(gpus_train_as_one) {
 // Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank
 // that never stopped.
 static std::string check_regrouped(const std::string& options, int most, double tolerance) {
-    const std::string straight = dir() + format("/straight_%g", tolerance), out = straight + "_re";
+    const std::string straight = dir() + format("/straight_%g", tolerance);
+    const std::string out = straight + "_re";
     CHECK_RUN(run(options + "-v 0 -x 12 -o " + straight), 0, "step 12/12");
     CHECK_RUN(run(options + format("-v 0 -x 4 --gpus %d -o ", most) + out), 0, "--zero 1");
     CHECK_RUN(run(options + "-v 0 -x 8 -y 1 -o " + out), 0, "resumed at step 4");
@@ -628,7 +638,8 @@ TEST(a_job_ends_as_a_whole) {
     int n = 0;
     for (const auto& c : cases) {
         const int failed = test::failed_checks();
-        const std::string out = dir() + format("/job_%d", ++n), options = kGpus + "-v 0 -o " + out;
+        const std::string out = dir() + format("/job_%d", ++n);
+        const std::string options = kGpus + "-v 0 -o " + out;
         CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options,
                               "step 5/", c.act),
                   c.code, c.says);
@@ -651,7 +662,8 @@ TEST(ranks_by_hand) {
         SKIP("no GPU");
     int port = 20000 + getpid() % 12000;
     for (const auto& [signal, code] : {std::pair{"TERM", 143}, {"KILL", 1}}) {
-        const std::string out = dir() + "/by_hand_" + signal, options = kGpus + "-v 0 -o " + out;
+        const std::string out = dir() + "/by_hand_" + signal;
+        const std::string options = kGpus + "-v 0 -o " + out;
         std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out +
                               "/log.jsonl; do sleep 0.1; done; }; ";
         for (const int rank : {0, 1})
@@ -670,8 +682,8 @@ TEST(ranks_by_hand) {
 TEST(ranks_that_differ_are_refused) {
     if (Cuda::count() == 0)
         SKIP("no GPU");
-    const std::string changed = dir() + "/changed",
-                      options = " " + small_steps("cuda") + "-v 0 -x 2 ";
+    const std::string changed = dir() + "/changed";
+    const std::string options = " " + small_steps("cuda") + "-v 0 -x 2 ";
     std::filesystem::copy_file("train_gpt2cu", changed);
     std::ofstream(changed, std::ios::app) << "x";
     int port = 20000 + getpid() % 12000;  // below those that Linux gives to connections
@@ -704,8 +716,8 @@ TEST(default_corpus_without_gpu_shows_its_floor) {
             CHECK_NEAR(floor, corpus.val_nats, 1e-12);
     // Data of one's own has no known floor. Training data alone has no validation data.
     const std::string own = "--device cpu -e tiny -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 ";
-    const Result val_only = run(own + "-j " + text_file()),
-                 train_only = run(own + "-i " + text_file());
+    const Result val_only = run(own + "-j " + text_file());
+    const Result train_only = run(own + "-i " + text_file());
     CHECK_RUN(val_only, 0, "train data         built-in corpus, 30.9 M tokens",
               "validation data    text file, 100318 tokens");
     CHECK_RUN(train_only, 0,

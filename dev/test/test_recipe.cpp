@@ -35,8 +35,17 @@ struct Gpt2 {
     // What follows each of n tokens: a row of Vp logits.
     Vec logits(const int* tokens, int n) {
         const size_t N = n;
-        Vec x(N * C), ln(N * C), mean(N), rstd(N), qkv(N * 3 * C), atty(N * C), lse(N * NH),
-            fch(N * 4 * C), act(N * 4 * C), out(N * C), logits(N * Vp);
+        Vec x(N * C);
+        Vec ln(N * C);
+        Vec mean(N);
+        Vec rstd(N);
+        Vec qkv(N * 3 * C);
+        Vec atty(N * C);
+        Vec lse(N * NH);
+        Vec fch(N * 4 * C);
+        Vec act(N * 4 * C);
+        Vec out(N * C);
+        Vec logits(N * Vp);
         const auto layernorm = [&](int t, int l) {
             layernorm_forward(cpu, ln.data(), mean.data(), rstd.data(), x.data(), w(t, l),
                               w(t + 1, l), N, C);
@@ -65,7 +74,8 @@ struct Gpt2 {
     }
     // The loss of each of n tokens. Its target is the one behind it.
     Vec losses(const int* tokens, int n) {
-        Vec rows = logits(tokens, n), losses(n);
+        Vec rows = logits(tokens, n);
+        Vec losses(n);
         classifier(cpu, rows.data(), losses.data(), tokens + 1, 0.0, n, V, Vp);
         return losses;
     }
@@ -197,8 +207,9 @@ int check_sample(Gpt2& model, int T, int k, const std::string& prompt, const std
 void check_lines(const std::string& text, const std::string& out, int steps, int tokens_per_step) {
     for (const char* kind : {"train", "val"})
         for (const std::string& row : rows(out, kind)) {
-            const double ms = value(row, "step_ms"), rate = value(row, "tokens_per_s"),
-                         loss = value(row, "loss_nats");
+            const double ms = value(row, "step_ms");
+            const double rate = value(row, "tokens_per_s");
+            const double loss = value(row, "loss_nats");
             std::string line = format("val loss %.4f\n", loss);
             if (*kind == 't') {
                 CHECK_NEAR(rate, tokens_per_step / (ms / 1000), 1e-9 * rate);
@@ -249,9 +260,11 @@ void check_recipe(const std::string& options, const std::string& meant, const st
     check_lines(result.out, out, kSteps, o.tokens_per_step);
     Gpt2 model(kEndOften);
     const Vec start = model.p;
-    Vec m(kParameters), v(kParameters);
+    Vec m(kParameters);
+    Vec v(kParameters);
 
-    size_t vals = 0, samples = 0;
+    size_t vals = 0;
+    size_t samples = 0;
     const auto row = [&](const char* kind, size_t i) {
         const std::vector<std::string> all = rows(out, kind);
         return i < all.size() ? all[i] : std::string();
@@ -310,8 +323,8 @@ void check_recipe(const std::string& options, const std::string& meant, const st
                  i++) {
                 m[i] = 0.9 * m[i] + 0.1 * clip * g[i];
                 v[i] = o.beta2 * v[i] + (1 - o.beta2) * std::pow(clip * g[i], 2);
-                const double m_hat = m[i] / (1 - std::pow(0.9, step + 1)),
-                             v_hat = v[i] / (1 - std::pow(o.beta2, step + 1));
+                const double m_hat = m[i] / (1 - std::pow(0.9, step + 1));
+                const double v_hat = v[i] / (1 - std::pow(o.beta2, step + 1));
                 const double decay = kTensors[t].decays ? o.weight_decay * model.p[i] : 0;
                 model.p[i] -= rate(o, step) * (m_hat / (std::sqrt(v_hat) + 1e-8) + decay);
             }
@@ -322,12 +335,14 @@ void check_recipe(const std::string& options, const std::string& meant, const st
     CHECK(clipped < 0 ? found_clipped > 2 && found_clipped < kSteps - 2 : found_clipped == clipped);
 
     // For each tensor this compares how far the parameters went, and both moments.
-    const Vec end = floats_at_the_end(model_path(out, kSteps), kParameters),
-              moments = floats_at_the_end(state_path(out, kSteps), 2 * kParameters);
+    const Vec end = floats_at_the_end(model_path(out, kSteps), kParameters);
+    const Vec moments = floats_at_the_end(state_path(out, kSteps), 2 * kParameters);
     for (int t = WTE; t <= LNFB; t++)
         for (size_t l = 0; l < kTensors[t].layers; l++) {
-            const size_t at = offset_of(t, l), n = kTensors[t].size;
-            Vec went(n), wanted(n);
+            const size_t at = offset_of(t, l);
+            const size_t n = kTensors[t].size;
+            Vec went(n);
+            Vec wanted(n);
             for (size_t i = 0; i < n; i++) {
                 // a key's bias gradient is only rounding, which AdamW blows up
                 if (t == QKVB && i / C == 1)
@@ -336,7 +351,8 @@ void check_recipe(const std::string& options, const std::string& meant, const st
             }
             const auto check = [&](const char* what, const double* got, const double* want,
                                    double tolerance) {
-                double d = 0, sum = 0;
+                double d = 0;
+                double sum = 0;
                 for (size_t i = 0; i < n; i++)
                     d += std::pow(got[i] - want[i], 2), sum += want[i] * want[i];
                 const double error = std::sqrt(sum > 0 ? d / sum : d);
@@ -542,7 +558,8 @@ TEST(a_new_model_starts_as_gpt2_does) {
                     name == "attprojw" || name == "fcprojw" ? 0.02 / std::sqrt(8.0) : 0.02;
                 // The normal distribution's first four moments, and the variances of their
                 // estimates.
-                const double expected[5] = {1, 0, 1, 0, 3}, variance[5] = {0, 1, 2, 15, 96};
+                const double expected[5] = {1, 0, 1, 0, 3};
+                const double variance[5] = {0, 1, 2, 15, 96};
                 Vec x(at, at + n);
                 for (double& value : x)
                     value /= sigma;
@@ -567,14 +584,18 @@ TEST(a_new_model_starts_as_gpt2_does) {
 
 // In fp32 1 − β² would be off by up to a thousandth.
 TEST(bias_correction_is_fp64) {
-    const float one = 1, near_one = 0.99999f;
+    const float one = 1;
+    const float near_one = 0.99999f;
     const ParamRange range = {0, 1, false};
     for (int step = 1; step < 10; step++)
         for (const auto& [beta1, beta2] : {std::pair{near_one, 0.f}, {0.f, near_one}}) {
-            float p = 0, m = 0, v = 0;
+            float p = 0;
+            float m = 0;
+            float v = 0;
             adamw_update<float>(Cpu(1), &p, nullptr, &m, &v, &one, &one, &range, 1,
                                 {1, beta1, beta2, 0, 0, 0, step, 0});
-            const double beta = near_one, share = (1 - beta) / (1 - std::pow(beta, step));
+            const double beta = near_one;
+            const double share = (1 - beta) / (1 - std::pow(beta, step));
             CHECK_NEAR(p, beta1 > 0 ? -share : -1 / std::sqrt(share), 1e-6 / share);
         }
 }

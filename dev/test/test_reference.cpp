@@ -56,7 +56,8 @@ static bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
 template <class X, class Y>
 static void check_close(const std::string& what, const std::vector<X>& got,
                         const std::vector<Y>& want, double tol) {
-    double worst = 0, scale = 0;
+    double worst = 0;
+    double scale = 0;
     for (size_t i = 0; i < want.size(); i++) {
         const double error = std::fabs(double(got[i]) - want[i]);
         worst = std::isnan(error) ? inf : std::max(worst, error);
@@ -164,22 +165,26 @@ static void check_column_sums(const Tensor& sums, const Tensor& t) {
 template <class X>
 static Layer<X> encoder_layer(int B, int T, int C, int V, const Positions& at = {}) {
     Layer<X> l(format("encoder B=%d T=%d C=%d", B, T, C));
-    const int N = B * T, positions = at.late + T;
+    const int N = B * T;
+    const int positions = at.late + T;
     const std::vector<int> tokens = random_tokens(N, V);
     std::vector<int> plan(encoder_plan_ints(dev, N));
     encoder_plan(dev, plan.data(), tokens.data(), N);
     CHECK(plan == tokens);
-    X *wte = l.input("wte", V * C), *wpe = l.input("wpe", positions * C),
-      *dout = l.input("dout", N * C);
-    X *out = l.written("out", N * C), *dwte = l.added("dwte", V * C),
-      *dwpe = l.added("dwpe", positions * C);
+    X* wte = l.input("wte", V * C);
+    X* wpe = l.input("wpe", positions * C);
+    X* dout = l.input("dout", N * C);
+    X* out = l.written("out", N * C);
+    X* dwte = l.added("dwte", V * C);
+    X* dwpe = l.added("dwpe", positions * C);
     l.forward = [=] { encoder_forward(dev, out, tokens.data(), wte, wpe, B, T, C, at); };
     l.backward = [=] {
         encoder_backward(dev, dwte, dwpe, nullptr, dout, plan.data(), B, T, C, at);
     };
     l.formula = [=](Layer<X>&) {
         for (int n = 0; n < N; n++) {
-            const int t = n % T, position = t < at.chunk ? at.early + t : at.late + t - at.chunk;
+            const int t = n % T;
+            const int position = t < at.chunk ? at.early + t : at.late + t - at.chunk;
             for (int c = 0; c < C; c++)
                 CHECK(out[n * C + c] == wte[tokens[n] * C + c] + wpe[position * C + c]);
         }
@@ -190,11 +195,17 @@ static Layer<X> encoder_layer(int B, int T, int C, int V, const Positions& at = 
 template <class X>
 static Layer<X> layernorm_layer(int N, int C) {
     Layer<X> l(format("layernorm N=%d C=%d", N, C));
-    X *inp = l.input("inp", N * C, 2, 0.5), *dout = l.input("dout", N * C);
-    X *weight = l.input("weight", C, 1, 1), *bias = l.input("bias", C);
-    X *out = l.written("out", N * C), *mean = l.written("mean", N), *rstd = l.written("rstd", N);
-    X *dinp = l.added("dinp", N * C), *sum = l.added("sum of dinp", C);
-    X *dweight = l.added("dweight", C), *dbias = l.added("dbias", C);
+    X* inp = l.input("inp", N * C, 2, 0.5);
+    X* dout = l.input("dout", N * C);
+    X* weight = l.input("weight", C, 1, 1);
+    X* bias = l.input("bias", C);
+    X* out = l.written("out", N * C);
+    X* mean = l.written("mean", N);
+    X* rstd = l.written("rstd", N);
+    X* dinp = l.added("dinp", N * C);
+    X* sum = l.added("sum of dinp", C);
+    X* dweight = l.added("dweight", C);
+    X* dbias = l.added("dbias", C);
     l.forward = [=] { layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C); };
     l.backward = [=] {
         layernorm_backward(dev, dinp, dweight, dbias, sum, nullptr, dout, inp, weight, mean, rstd,
@@ -202,7 +213,8 @@ static Layer<X> layernorm_layer(int N, int C) {
     };
     l.formula = [=](Layer<X>& l) {
         for (int n = 0; n < N; n++) {
-            double m = 0, variance = 0;
+            double m = 0;
+            double variance = 0;
             for (int c = 0; c < C; c++)
                 m += inp[n * C + c] / C;
             for (int c = 0; c < C; c++)
@@ -222,10 +234,13 @@ static Layer<X> layernorm_layer(int N, int C) {
 template <class X>
 static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
     Layer<X> l(format("matmul %s N=%d C=%d OC=%d", name_of(dtype_of<X>()), N, C, OC));
-    X *inp = l.input("inp", N * C), *weight = l.input("weight", OC * C),
-      *bias = l.input("bias", OC);
-    X *dout = l.input("dout", N * OC), *out = l.written("out", N * OC);
-    X *dinp = l.written("dinp", N * C), *dweight = l.added("dweight", OC * C);
+    X* inp = l.input("inp", N * C);
+    X* weight = l.input("weight", OC * C);
+    X* bias = l.input("bias", OC);
+    X* dout = l.input("dout", N * OC);
+    X* out = l.written("out", N * OC);
+    X* dinp = l.written("dinp", N * C);
+    X* dweight = l.added("dweight", OC * C);
     const X* residual = with_bias ? nullptr : dout;  // any values will do
     l.forward = [=] {
         matmul_forward<X>(dev, out, inp, weight, with_bias ? bias : nullptr, N, C, OC, residual);
@@ -247,14 +262,17 @@ static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
 template <class X>
 static Layer<X> gelu_layer(int N, int C) {
     Layer<X> l("gelu");
-    X *inp = l.input("inp", N * C, 2), *dout = l.input("dout", N * C);
-    X *out = l.written("out", N * C), *dinp = l.written("dinp", N * C),
-      *sum = l.added("sum of dinp", C);
+    X* inp = l.input("inp", N * C, 2);
+    X* dout = l.input("dout", N * C);
+    X* out = l.written("out", N * C);
+    X* dinp = l.written("dinp", N * C);
+    X* sum = l.added("sum of dinp", C);
     l.forward = [=] { activation_forward(dev, out, inp, N * C); };
     l.backward = [=] { activation_backward<X>(dev, dinp, sum, nullptr, nullptr, inp, dout, N, C); };
     l.formula = [=](Layer<X>& l) {
         for (int i = 0; i < N * C; i++) {
-            const double x = inp[i], u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
+            const double x = inp[i];
+            const double u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
             CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
         }
         check_column_sums(l["sum of dinp"], l["dinp"]);
@@ -265,14 +283,22 @@ static Layer<X> gelu_layer(int N, int C) {
 // The last Tq of Tk tokens have queries. `rest` (B, NH, Tq) may be null.
 template <class X>
 static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
-    const int B = s.B, Tq = s.Tq, Tk = s.Tk, NH = s.NH, HS = s.HS, unasked = Tk - Tq;
+    const int B = s.B;
+    const int Tq = s.Tq;
+    const int Tk = s.Tk;
+    const int NH = s.NH;
+    const int HS = s.HS;
+    const int unasked = Tk - Tq;
     Layer<X> l(
         format("attention Tq=%d Tk=%d HS=%d causal=%d scale=%.3g", Tq, Tk, HS, s.causal, s.scale));
-    const size_t n = size_t(B) * Tq * NH * HS, all = size_t(B) * Tk * NH * HS;
-    X *qkv = l.input("qkv", 3 * all, 1, 0.1), *dout = l.input("dout", n),
-      *out = l.written("out", n);
-    X *lse = l.written("lse", B * NH * Tq), *dqkv = l.written("dqkv", 3 * all),
-      *bias = l.added("sum of dqkv", 3 * NH * HS);
+    const size_t n = size_t(B) * Tq * NH * HS;
+    const size_t all = size_t(B) * Tk * NH * HS;
+    X* qkv = l.input("qkv", 3 * all, 1, 0.1);
+    X* dout = l.input("dout", n);
+    X* out = l.written("out", n);
+    X* lse = l.written("lse", B * NH * Tq);
+    X* dqkv = l.written("dqkv", 3 * all);
+    X* bias = l.added("sum of dqkv", 3 * NH * HS);
     const PackedHeads<const X> in = packed<const X>(qkv, Tk, s);
     const PackedHeads<X> gradients = packed(dqkv, Tk, s);
     const Heads<const X> queries = in.q.from(unasked);
@@ -306,7 +332,8 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
     };
     l.formula = [=](Layer<X>& l) {  // with the (Tq,Tk) matrix written out
         const double scale = s.scale != 0 ? s.scale : 1 / std::sqrt(double(HS));
-        Vec out_ = poison(n), lse_ = poison(B * NH * Tq);
+        Vec out_ = poison(n);
+        Vec lse_ = poison(B * NH * Tq);
         for (int b = 0; b < B; b++)
             for (int h = 0; h < NH; h++)
                 for (int i = 0; i < Tq; i++) {
@@ -337,9 +364,11 @@ static Layer<X> classifier_layer(int N, int V, int Vp) {
     Layer<X> l(format("classifier N=%d V=%d Vp=%d", N, V, Vp));
     const X dloss = 0.37f;
     const std::vector<int> targets = random_tokens(N, V);
-    X *logits = l.input("logits", N * Vp, 3), *dlosses = l.input("dlosses", N);
-    X *losses = l.written("losses", N), *again = l.written("losses again", N),
-      *dlogits = l.written("dlogits", N * Vp);
+    X* logits = l.input("logits", N * Vp, 3);
+    X* dlosses = l.input("dlosses", N);
+    X* losses = l.written("losses", N);
+    X* again = l.written("losses again", N);
+    X* dlogits = l.written("dlogits", N * Vp);
     // padding is never read. This is +∞, because NaN would hide from max
     for (int n = 0; n < N; n++)
         std::fill(logits + n * Vp + V, logits + (n + 1) * Vp, inf);
@@ -389,8 +418,11 @@ TEST(matmul) {
 
 TEST(gelu) {
     CHECK_LAYER(gelu_layer, 17, 59);
-    const std::vector<float> far = {-1e4f, -100, -20, 0, 20, 100, 1e4f}, ones(far.size(), 1);
-    std::vector<float> y = poison<float>(far.size()), dy = y, ignored(far.size());
+    const std::vector<float> far = {-1e4f, -100, -20, 0, 20, 100, 1e4f};
+    const std::vector<float> ones(far.size(), 1);
+    std::vector<float> y = poison<float>(far.size());
+    std::vector<float> dy = y;
+    std::vector<float> ignored(far.size());
     activation_forward(dev, y.data(), far.data(), far.size());
     activation_backward<float>(dev, dy.data(), ignored.data(), nullptr, nullptr, far.data(),
                                ones.data(), 1, far.size());
@@ -431,7 +463,8 @@ TEST(attention_rest_of_lse) {
     Layer<double> exact = attention_layer<double>(s);
     l.run();
     exact.run();
-    double with = 0, without = 0;
+    double with = 0;
+    double without = 0;
     for (size_t i = 0; i < rest.size(); i++) {
         const double too_much = l["lse"].x[i] - exact["lse"].x[i];
         with += std::fabs(too_much + rest[i]);
@@ -464,9 +497,11 @@ TEST(classifier) {
 
     // Targets outside the vocabulary, padding included, give a loss of NaN. Their neighbours do not
     // notice.
-    const int V = 5, Vp = 8;
+    const int V = 5;
+    const int Vp = 8;
     const std::vector<int> targets = {2, -1, 2, V, Vp, 1 << 30};
-    std::vector<float> logits = randn<float>(targets.size() * Vp), losses(targets.size());
+    std::vector<float> logits = randn<float>(targets.size() * Vp);
+    std::vector<float> losses(targets.size());
     for (float dloss : {0.f, 1.f}) {
         classifier(dev, logits.data(), losses.data(), targets.data(), dloss, targets.size(), V, Vp);
         for (size_t n = 0; n < targets.size(); n++) {
@@ -476,7 +511,8 @@ TEST(classifier) {
         }
     }
 
-    std::vector<float> huge = {3e4f, -3e4f, 2e4f}, loss = {0};  // exp overflows without the maximum
+    std::vector<float> huge = {3e4f, -3e4f, 2e4f};
+    std::vector<float> loss = {0};  // exp overflows without the maximum
     classifier(dev, huge.data(), loss.data(), &targets[0], 1.f, 1, 3, 3);
     CHECK(loss[0] == 1e4f && huge[0] == 1 && huge[1] == 0 && huge[2] == -1);
 }
@@ -484,7 +520,8 @@ TEST(classifier) {
 TEST(reductions) {
     for (size_t n : {0, 1, 7, 100003}) {
         const std::vector<float> x = randn<float>(n, 1, 0.1);
-        double sum = 0, squares = 0;
+        double sum = 0;
+        double squares = 0;
         for (float value : x) {
             sum += value;
             squares += double(value) * value;
@@ -511,7 +548,9 @@ TEST(adamw_without_a_finite_norm) {
     const Vec start = randn(9);
     const ParamRange all = {0, 9, true};
     for (const double bad : {double(nanf("")), double(inf)}) {
-        Vec params = start, m = start, v = start;
+        Vec params = start;
+        Vec m = start;
+        Vec v = start;
         adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), start.data(), &bad,
                              &all, 1, {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
         CHECK(params == start && m == start && v == start);

@@ -64,8 +64,8 @@ std::string log_of(const std::string& folder, bool only_steps = false) {
     std::string rows;
     std::istringstream log(read_file(folder + "/log.jsonl"));
     for (std::string line; std::getline(log, line);) {
-        const size_t step = line.find(",", line.find("\"step\"")),
-                     times = line.find(", \"step_ms\"");
+        const size_t step = line.find(",", line.find("\"step\""));
+        const size_t times = line.find(", \"step_ms\"");
         if (!contains(line, "{\"kind\": \"run\""))
             rows += line.substr(0, only_steps ? step : times) + "\n";
     }
@@ -394,8 +394,8 @@ TEST(resumes_with_other_data_and_ranks) {
                                      std::string("-a 1"), std::string("--attention naive"),
                                      std::string("-b 1 --gpus 4 --context-parallel 2 --zero 1"),
                                      std::string("-b 1 --gpus 2 --zero 0")}) {
-        const std::string straight = dir() + format("/other_%d", run_number++),
-                          command = options() + other + " -n 7 ";
+        const std::string straight = dir() + format("/other_%d", run_number++);
+        const std::string command = options() + other + " -n 7 ";
         CHECK_RUN(run(command + "-o " + straight), 0, "checkpoint");
         check_resumes(command, straight, 7);
     }
@@ -408,8 +408,8 @@ TEST(resumes_after_a_signal) {
     const char* twice = "kill -s %d $pid; kill -s CONT $pid; sleep 0.002; kill -s %d $pid";
     // enough that a signal comes before the end, however busy the machine is
     const int steps = 600;
-    const std::string command = options(steps) + "-v 40 -s 50 -n 20 -o ",
-                      straight = dir() + "/long";
+    const std::string command = options(steps) + "-v 40 -s 50 -n 20 -o ";
+    const std::string straight = dir() + "/long";
     CHECK_RUN(run(command + straight), 0, "checkpoint");
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGKILL}) {
         const std::string out = dir() + format("/signal_%d", signal);
@@ -440,7 +440,8 @@ TEST(signals_that_were_ignored_stay_so) {
 // The log is elsewhere, and damaged in the middle. Two runs go on in the file that the link leads
 // to.
 TEST(resumes_a_log_that_is_a_link_and_damaged) {
-    const std::string out = dir() + "/linked", log = out + "/log.jsonl";
+    const std::string out = dir() + "/linked";
+    const std::string log = out + "/log.jsonl";
     const std::string elsewhere = dir() + "/elsewhere.jsonl";
     for (const int step : {5, 9})
         copy_checkpoint(straight_run(), out, step);
@@ -482,8 +483,8 @@ TEST(nothing_to_resume_is_a_fresh_run) {
 
 // A signal to one is one to all, and they end at one step.
 TEST(ranks_end_together_after_a_signal) {
-    const std::string out = dir() + "/together",
-                      command = options(9999) + "-v 0 -s 0 -b 1 --gpus 2 -o " + out;
+    const std::string out = dir() + "/together";
+    const std::string command = options(9999) + "-v 0 -s 0 -b 1 --gpus 2 -o " + out;
     std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
     CHECK_RUN(run_and_act(command, "step 7/", "kill $pid"), 143, "interrupted at step ");
     CHECK(newest_model(out) >= 7 && rows(out, "train").size() == size_t(newest_model(out)));
@@ -493,8 +494,8 @@ TEST(ranks_end_together_after_a_signal) {
 // One directory, one run
 
 TEST(a_second_run_in_a_directory_is_refused) {
-    const std::string out = dir() + "/shared",
-                      command = options(kEndless) + "-v 0 -s 0 -n 1 -nk 2 -y 1 -o " + out;
+    const std::string out = dir() + "/shared";
+    const std::string command = options(kEndless) + "-v 0 -s 0 -n 1 -nk 2 -y 1 -o " + out;
     std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
     const Result r = run_and_act(
         command, "step 7/", "./train_gpt2cu " + given_once(command) + "; echo code $?; kill $pid");
@@ -623,7 +624,8 @@ TEST(a_checkpoint_counts_although_an_older_one_cannot_be_removed) {
 
 // It ends as after an error of the log: with one more try, which may succeed.
 TEST(a_checkpoint_that_cannot_be_written_ends_with_one_more_try) {
-    const std::string out = dir() + "/one_fails", blocked = state_path(out, 7);
+    const std::string out = dir() + "/one_fails";
+    const std::string blocked = state_path(out, 7);
     const Result r =
         run_and_act(options(kEndless) + "-v 0 -s 0 -n 7 -o " + out, "step 3/", "mkdir " + blocked);
     CHECK_RUN(r, 1, blocked + ": ", "\ncheckpoint ");
@@ -639,10 +641,12 @@ TEST(a_checkpoint_that_cannot_be_written_ends_with_one_more_try) {
 
 // Other settings are refused by name, with the checkpoint's value and the run's.
 TEST(refuses_other_settings_by_name) {
-    const std::string out = dir() + "/refuse", other_model = dir() + "/other.bin";
+    const std::string out = dir() + "/refuse";
+    const std::string other_model = dir() + "/other.bin";
     copy_checkpoint(straight_run(), out, 3);
     write_file(other_model, model_header(3, 1) + bytes_of(make_weights(kEndOften)));
-    const std::string changed = write_shards("changed"), moved = write_shards("moved");
+    const std::string changed = write_shards("changed");
+    const std::string moved = write_shards("moved");
     std::string bytes = read_file(changed + "/b.bin");
     bytes[1024 + 60] ^= 1;
     write_file(changed + "/b.bin", bytes);
@@ -671,12 +675,15 @@ TEST(refuses_other_settings_by_name) {
 
 // Of a checkpoint's two files the state knows its model.
 TEST(refuses_damaged_checkpoints) {
-    const std::string out = dir() + "/damaged", state_file = state_path(out, 4),
-                      file = model_path(out, 4);
+    const std::string out = dir() + "/damaged";
+    const std::string state_file = state_path(out, 4);
+    const std::string file = model_path(out, 4);
     for (const int step : {2, 4})
         copy_checkpoint(straight_run(), out, step);
-    const std::string command = options() + "-n 1 -y 1 -o " + out, state = read_file(state_file),
-                      model = read_file(file), differs = file + ": damaged parameters";
+    const std::string command = options() + "-n 1 -y 1 -o " + out;
+    const std::string state = read_file(state_file);
+    const std::string model = read_file(file);
+    const std::string differs = file + ": damaged parameters";
     // never over an earlier run
     CHECK_RUN(run(options() + "-o " + out), 1, out + ": has an earlier run");
     const auto flipped = [](std::string bytes, size_t at) {
@@ -694,8 +701,8 @@ TEST(refuses_damaged_checkpoints) {
         write_file(file, c.model);
         CHECK_RUN(run(command), 1, c.message);
     }
-    const std::string alone = dir() + "/alone",
-                      generate = "2>/dev/null --device cpu --generate 3 -e ";
+    const std::string alone = dir() + "/alone";
+    const std::string generate = "2>/dev/null --device cpu --generate 3 -e ";
     copy_checkpoint(straight_run(), alone, 4);
     for (const auto& path : {model_path, state_path})
         std::filesystem::rename(path(alone, 4), path(alone, 5));
@@ -756,10 +763,10 @@ TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
 TEST(an_error_of_the_data_ends_with_a_checkpoint) {
     std::vector<int> tokens = make_tokens(7 * 16 + 1, 1);
     tokens[5 * 16 + 10] = 9999;
-    const std::string bad = write_shard(dir() + "/bad.bin", tokens),
-                      val = write_shard(dir() + "/val.bin", tokens);
-    const std::string common = options() + "-v 0 -s 0 --no-shuffle -b 1 -d ",
-                      cut = "truncate -s 1030 " + val;
+    const std::string bad = write_shard(dir() + "/bad.bin", tokens);
+    const std::string val = write_shard(dir() + "/val.bin", tokens);
+    const std::string common = options() + "-v 0 -s 0 --no-shuffle -b 1 -d ";
+    const std::string cut = "truncate -s 1030 " + val;
     for (const auto& [more, steps] : {std::pair{"16 ", 5}, {"32 --gpus 2 ", 2}}) {
         const std::string out = dir() + format("/data_%d", steps);
         CHECK_RUN(run(common + more + "-i " + bad + " -o " + out), 1,
@@ -815,8 +822,8 @@ TEST(a_checkpoint_that_fails_ends_the_run_soon) {
 
 // As tee may at Ctrl-C. A run that nobody reads goes on, saves, and says so.
 TEST(a_reader_that_ends_takes_no_run_along) {
-    const std::string out = dir() + "/head",
-                      program = given_once(options(40) + "-v 0 -s 0 -o " + out);
+    const std::string out = dir() + "/head";
+    const std::string program = given_once(options(40) + "-v 0 -s 0 -o " + out);
     CHECK_RUN(shell("(./train_gpt2cu " + program + "; echo code $? >&2) | head -12"), 0, "code 1\n",
               "stdout: a line could not be written");
     CHECK(newest_model(out) == 40 && rows(out, "train").size() == 40);
@@ -824,8 +831,10 @@ TEST(a_reader_that_ends_takes_no_run_along) {
 
 // dev/test_recipe starts from models in fp32. The rate is too small to change a weight.
 TEST(a_bf16_model_file_is_read) {
-    const std::string path = dir() + "/half.bin", out = dir() + "/from_half";
-    std::string half = model_header(5), rounded = read_file(model_file(kEndOften));
+    const std::string path = dir() + "/half.bin";
+    const std::string out = dir() + "/from_half";
+    std::string half = model_header(5);
+    std::string rounded = read_file(model_file(kEndOften));
     for (size_t at = 1024; at < rounded.size(); at += 4) {
         half += rounded.substr(at + 2, 2);  // bf16 is an fp32's upper half
         rounded[at] = rounded[at + 1] = 0;
@@ -838,7 +847,8 @@ TEST(a_bf16_model_file_is_read) {
 
 // A model whose vocabulary has no end of a text trains, without samples.
 TEST(a_model_that_cannot_write_trains) {
-    const std::string path = dir() + "/no_end.bin", out = dir() + "/no_end";
+    const std::string path = dir() + "/no_end.bin";
+    const std::string out = dir() + "/no_end";
     // 256 bytes and nothing else
     write_file(path, model_header(3, NH, 256) + bytes_of(make_weights(kEndOften)));
     const std::string data = write_shard(dir() + "/sevens.bin", std::vector<int>(100, 7));

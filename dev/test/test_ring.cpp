@@ -25,7 +25,8 @@ std::array<A, 3> merged(A o, A lse, A o_b, A lse_b, A rest = 0, A rest_b = 0) {
 TEST(merge_of_two_pieces) {
     for (double x : {-3.0, 0.0, 2.5})
         for (double y : {-1.0, 0.5, 4.0}) {
-            const double l = std::exp(x), l_b = std::exp(y);
+            const double l = std::exp(x);
+            const double l_b = std::exp(y);
             const auto [o, lse, rest] = merged(7., x - 1, -2., y + 2, 1., -2.);  // the rests count
             CHECK_NEAR(o, (7 * l - 2 * l_b) / (l + l_b), 1e-14);
             CHECK_NEAR(lse + rest, std::log(l + l_b), 1e-14);

@@ -49,8 +49,8 @@ void* Cpu::alloc(size_t bytes) const {
     void* p = nullptr;
     if (posix_memalign(&p, 64, bytes) != 0)
         throw Error(
-            format("out of memory: cannot allocate %zu bytes on a machine with %zu; use a smaller "
-                   "batch or model",
+            format("out of memory: cannot allocate %zu bytes on a machine with %zu; "
+                   "use a smaller batch or model",
                    bytes, total_bytes));
     return p;
 }
@@ -142,8 +142,10 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
     using A = Acc<X>;
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        const X *x = inp + n * C, *dy = dout + n * C;
-        const A mu = mean[n], r = rstd[n];
+        const X* x = inp + n * C;
+        const X* dy = dout + n * C;
+        const A mu = mean[n];
+        const A r = rstd[n];
         A avg = 0, avg_x = 0;  // of dx̂ and of dx̂·x̂
 #pragma omp simd reduction(+ : avg, avg_x)
         for (int c = 0; c < C; c++) {
@@ -212,7 +214,11 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) 
     const size_t M = product.M;
     const size_t N = product.N;
     const size_t K = product.K;
-    constexpr size_t Mr = 6, Nr = 64 / sizeof(X), Mc = 4 * Mr, Nc = 128 * Nr, Kc = 256;
+    constexpr size_t Mr = 6;
+    constexpr size_t Nr = 64 / sizeof(X);
+    constexpr size_t Mc = 4 * Mr;
+    constexpr size_t Nc = 128 * Nr;
+    constexpr size_t Kc = 256;
     struct AStrip {
         X at[Kc][Mr];
     };
@@ -470,9 +476,10 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
             std::vector<X> p(s.Tk);
             for (int i = 0; i < s.Tq; i++) {
                 const int keys = keys_seen(s, i);
-                const X *q_i = c.q.row(b, i, h, HS), *do_i = c.dout.row(b, i, h, HS);
-                const X L = c.lse.ptr[head * c.lse.head + i],
-                        D = dot(do_i, c.out.row(b, i, h, HS), HS);
+                const X* q_i = c.q.row(b, i, h, HS);
+                const X* do_i = c.dout.row(b, i, h, HS);
+                const X L = c.lse.ptr[head * c.lse.head + i];
+                const X D = dot(do_i, c.out.row(b, i, h, HS), HS);
                 for (int j = 0; j < keys; j++)
                     p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
                 if (c.lse_rest.ptr)
@@ -570,7 +577,10 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     if (!std::isfinite(*norm))
         return;
     const A clip = hyper.max_norm > 0 ? std::min(A(1), A(hyper.max_norm) / *norm) : A(1);
-    const A lr = hyper.lr, beta1 = hyper.beta1, beta2 = hyper.beta2, eps = hyper.eps;
+    const A lr = hyper.lr;
+    const A beta1 = hyper.beta1;
+    const A beta2 = hyper.beta2;
+    const A eps = hyper.eps;
     // In double, because 1 − βᵗ cancels for small t.
     const A correction1 = A(1 - std::pow(double(hyper.beta1), hyper.step));
     const A correction2 = A(1 - std::pow(double(hyper.beta2), hyper.step));
@@ -580,11 +590,13 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
             const size_t begin = range->piece(piece), state = range->state(piece);
 #pragma omp parallel for
             for (size_t k = 0; k < range->size; k++) {
-                const size_t i = begin + k, s = state + k;
+                const size_t i = begin + k;
+                const size_t s = state + k;
                 const A g = clip * grads[s];
                 m[s] = beta1 * m[s] + (1 - beta1) * g;
                 v[s] = beta2 * v[s] + (1 - beta2) * g * g;
-                const A m_hat = m[s] / correction1, v_hat = v[s] / correction2;
+                const A m_hat = m[s] / correction1;
+                const A v_hat = v[s] / correction2;
                 params[i] -= lr * (m_hat / (std::sqrt(v_hat) + eps) + decay * params[i]);
             }
         }

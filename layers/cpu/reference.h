@@ -195,9 +195,13 @@ template <class A>
 void merge(const Cpu&, const AttentionShape& s, Heads<A> dst, const Piece<A>& sum,
            const Piece<A>& piece) {
     for (int row = 0; row < s.B * s.NH * s.Tq; row++) {
-        const int t = row % s.Tq, head = row / s.Tq, b = head / s.NH, h = head % s.NH;
+        const int t = row % s.Tq;
+        const int head = row / s.Tq;
+        const int b = head / s.NH;
+        const int h = head % s.NH;
         const Merge<A> merge(sum, piece, head, t);
-        const A *o = sum.o.row(b, t, h, s.HS), *o_b = piece.o.row(b, t, h, s.HS);
+        const A* o = sum.o.row(b, t, h, s.HS);
+        const A* o_b = piece.o.row(b, t, h, s.HS);
         for (int d = 0; d < s.HS; d++)
             dst.row(b, t, h, s.HS)[d] = merge.of(o[d], o_b[d]);
         merge.keep(sum, head, t);

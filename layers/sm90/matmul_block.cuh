@@ -149,7 +149,8 @@ struct Block {
     __device__ TileIndex tile_index(int item) const {
         if constexpr (!Exponentials)
             return {.pair = item / p.columns, .column = item % p.columns};
-        const int band = item / (kBand * p.columns), pairs = min(kBand, p.pairs - band * kBand);
+        const int band = item / (kBand * p.columns);
+        const int pairs = min(kBand, p.pairs - band * kBand);
         const int i = item - band * kBand * p.columns;
         return {.pair = band * kBand + i % pairs, .column = i / pairs};
     }
@@ -176,9 +177,11 @@ struct Block {
         const int mine = rank * kHalf;  // the first column of this block's half of B
         Cursor<kStages> at;
         for (int item = first; item < p.items; item += clusters) {
-            const int row = row_of(item), column = column_of(item);
+            const int row = row_of(item);
+            const int column = column_of(item);
             for (int k = 0; k < p.chunks; k++, at.advance()) {
-                const uint32_t barrier = full(at.stage), b = b_smem(at.stage);
+                const uint32_t barrier = full(at.stage);
+                const uint32_t b = b_smem(at.stage);
                 mbarrier_wait(empty(at.stage), at.phase ^ 1);
                 mbarrier_arrive_expect(barrier, kStageBytes);
                 tma_load_4d(a_smem(at.stage), &a_map, barrier, 0, k, row, 0);
@@ -203,14 +206,15 @@ struct Block {
         Cursor<kStages> at;
         uint32_t d_phase = 1;
         for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
-            float d[kParts][kPart][4], shift[2];
+            float d[kParts][kPart][4];
+            float shift[2];
             int previous = 0;
             for (int k = 0; k < p.chunks; k++, at.advance()) {
                 mbarrier_wait(full(at.stage), at.phase);
-                const uint64_t a = wgmma_descriptor(a_smem(at.stage) +
-                                                    warp / kGroupWarps * 64 * kChunk * 2),
-                               b = wgmma_descriptor(b_smem(at.stage),
-                                                    Backward ? 64 * kChunk * 2 : 16);
+                const uint64_t a =
+                    wgmma_descriptor(a_smem(at.stage) + warp / kGroupWarps * 64 * kChunk * 2);
+                const uint64_t b =
+                    wgmma_descriptor(b_smem(at.stage), Backward ? 64 * kChunk * 2 : 16);
                 wgmma_fence();
                 for (int kk = 0; kk < kChunk / 16; kk++)
                     for (int h = 0; h < kParts; h++)
@@ -241,7 +245,8 @@ struct Block {
                 uint32_t packed[4];
                 for (int i = 0; i < 4; i++) {
                     const float* pair = d[n / kPart][n % kPart + i / 2] + i % 2 * 2;
-                    float left = pair[0], right = pair[1];
+                    float left = pair[0];
+                    float right = pair[1];
                     if constexpr (mode == Mode::forward) {
                         const auto b = load<2>(bias + 8 * (n + i / 2));
                         left += b[0], right += b[1];
@@ -262,7 +267,8 @@ struct Block {
     // their x of pre, and adds to the column sums.
     __device__ __forceinline__ void finish(const Vec<bf16, 8>& d, const Vec<bf16, 8>& x,
                                            Vec<float, 8>& sum, bool inside, size_t at) const {
-        Vec<float, 8> y, dx;
+        Vec<float, 8> y;
+        Vec<float, 8> dx;
         for (int k = 0; k < 8; k++) {
             const Activation f(Backward ? x[k] : d[k]);
             y.x[k] = f.value();
@@ -296,8 +302,8 @@ struct Block {
         // half of the numbers to the other half
         for (int n = kTurn / 2, bit = kWarp / 2; n > 0; n /= 2, bit /= 2)
             for (int i = 0; i < n; i++) {
-                const float mine = lane & bit ? x[i + n] : x[i],
-                            other = lane & bit ? x[i] : x[i + n];
+                const float mine = lane & bit ? x[i + n] : x[i];
+                const float other = lane & bit ? x[i] : x[i + n];
                 x[i] = mine + __shfl_xor_sync(kFullMask, other, bit);
             }
         for (int bit = kWarp / kTurn / 2; bit > 0; bit /= 2)
@@ -322,18 +328,20 @@ struct Block {
         }
         uint32_t d_phase = 0;
         for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= kTurns) {
-            const int first_row = row_of(item), first_column = column_of(item),
-                      column = first_column + lane * 8;
+            const int first_row = row_of(item);
+            const int first_column = column_of(item);
+            const int column = first_column + lane * 8;
             const uint32_t in_vocabulary = (1u << min(max(p.V - column, 0), 8)) - 1;
-            const int later = min(item + clusters, p.items - 1), later_row = row_of(later),
-                      later_column = column_of(later);
+            const int later = min(item + clusters, p.items - 1);
+            const int later_row = row_of(later);
+            const int later_column = column_of(later);
             // exponentials, whose last tile may reach past OC
             const bool write = p.out && column < p.OC;
             Vec<float, 8> sum = {};
 #pragma unroll 1
             for (; turn < kTurns; turn += kEpilogueWarps) {
-                const int writer = turn * kTurn / (kRows / kMmaWarps),
-                          row = first_row + turn * kTurn;
+                const int writer = turn * kTurn / (kRows / kMmaWarps);
+                const int row = first_row + turn * kTurn;
                 const int next_turn = turn + kEpilogueWarps;
                 const int next_row =
                     (next_turn < kTurns ? first_row : later_row) + next_turn % kTurns * kTurn;

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
     cluster_sync();
     // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where
     // they could part.
-    const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
+    const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
+    const int lane = threadIdx.x % kWarp;
     if (warp < kMmaWarps) {
         if constexpr (kEpilogueWarps == kMany)
             setmaxnreg_inc<kMmaRegisters>();
