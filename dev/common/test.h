@@ -55,6 +55,21 @@ std::string error_of(F code) {
     return "";
 }
 
+// What CHECK_NEAR and CHECK_ERROR do.
+inline void check_near(const char* file, int line, const char* got_text, double got,
+                       const char* want_text, double want, double tol) {
+    if (!(std::fabs(got - want) <= tol))
+        report(file, line,
+               format("%s = %.9g, expected %s = %.9g within %.3g", got_text, got, want_text, want,
+                      tol));
+}
+inline void check_error(const char* file, int line, const std::string& error,
+                        const std::string& part) {
+    const bool is_one_line = error.find('\n') == std::string::npos;
+    if (error.empty() || error.find(part) == std::string::npos || !is_one_line)
+        report(file, line, "expected an error with \"" + part + "\", got \"" + error + "\"");
+}
+
 inline double limit_s = 300;  // of a test
 inline std::string last_words;
 // A signal handler, because a test may hang in a call that nothing else can end.
@@ -139,22 +154,11 @@ inline int main(int argc, char** argv) {
             test::report(__FILE__, __LINE__, "not true: " #ok); \
     } while (0)
 // |got − want| ≤ tol. NaN fails.
-#define CHECK_NEAR(got, want, tol)                                                             \
-    do {                                                                                       \
-        const double g_ = (got), w_ = (want), t_ = (tol);                                      \
-        if (!(std::fabs(g_ - w_) <= t_))                                                       \
-            test::report(                                                                      \
-                __FILE__, __LINE__,                                                            \
-                format("%s = %.9g, expected %s = %.9g within %.3g", #got, g_, #want, w_, t_)); \
-    } while (0)
+#define CHECK_NEAR(got, want, tol) \
+    test::check_near(__FILE__, __LINE__, #got, (got), #want, (want), (tol))
 // The code throws an Error whose message is one line and contains `part`.
-#define CHECK_ERROR(code, part)                                                                   \
-    do {                                                                                          \
-        const std::string e_ = test::error_of([&] { code; }), p_ = part;                          \
-        if (e_.empty() || e_.find(p_) == std::string::npos || e_.find('\n') != std::string::npos) \
-            test::report(__FILE__, __LINE__,                                                      \
-                         "expected an error with \"" + p_ + "\", got \"" + e_ + "\"");            \
-    } while (0)
+#define CHECK_ERROR(code, part) \
+    test::check_error(__FILE__, __LINE__, test::error_of([&] { code; }), part)
 #define TEST_MAIN                      \
     int main(int argc, char** argv) {  \
         return test::main(argc, argv); \

@@ -5,11 +5,13 @@
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <cfloat>
 
+// First, because what follows is made for it.
+#include "train_gpt2.cu"
+
 #include "dev/test/finite_difference.h"
 #include "dev/test/processes.h"
 #include "dev/test/program.h"
 #include "dev/test/train_threads.h"
-#include "train_gpt2.cu"
 
 namespace {
 

@@ -12,8 +12,10 @@
 #include <numeric>
 #include <set>
 
-#include "dev/test/small_model.h"
+// First, because what follows is made for it.
 #include "train_gpt2.cu"
+
+#include "dev/test/small_model.h"
 
 namespace {
 

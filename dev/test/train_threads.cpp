@@ -1,9 +1,10 @@
 // See dev/test/train_threads.h.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
-#include "dev/test/train_threads.h"
-
+// First, because what follows is made for it.
 #include "train_gpt2.cu"
+
+#include "dev/test/train_threads.h"
 
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
