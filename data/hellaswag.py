@@ -9,15 +9,29 @@
 
 Endings are tokenised with the space before them, as GPT-2 has it; there is no <|endoftext|>. A model's answer is
 the ending of the least mean loss over the ending's tokens."""
+
 import argparse
 import array
 import shlex
 import struct
 from pathlib import Path
 
-from prepare_common import (CACHE, Fail, add_ranks_options, check_fetched, check_stdout, download,
-                            encodable, json_lines, load_ranks, make_encoding, progress, run,
-                            write_file, write_tokenizer)
+from prepare_common import (
+    CACHE,
+    Fail,
+    add_ranks_options,
+    check_fetched,
+    check_stdout,
+    download,
+    encodable,
+    json_lines,
+    load_ranks,
+    make_encoding,
+    progress,
+    run,
+    write_file,
+    write_tokenizer,
+)
 
 MAGIC, START_EXAMPLE = 20240522, 65535
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
@@ -35,15 +49,19 @@ def encode_example(encoding, where, index, example):
             raise ValueError
         parts = [encoding.encode_ordinary(encodable(text)) for text in texts]
     except (KeyError, TypeError, ValueError):
-        raise Fail(f"{where}: expected text in ctx, 1 to 64 endings of text, and the index of one as label (the test "
-                   "split has none); give val or train") from None
+        raise Fail(
+            f"{where}: expected text in ctx, 1 to 64 endings of text, and the index of one as label (the test "
+            "split has none); give val or train"
+        ) from None
     stream = [START_EXAMPLE, 0, index, label, len(endings)]
     for tokens in parts:
         stream += [len(tokens), *tokens]
     stream[1] = 2 * len(stream)
     if stream[1] > 65535 or index > 65535:
-        raise Fail(f"{where}: expected at most 65535 bytes an example and 65536 examples, found {stream[1]} bytes in "
-                   f"example {index}; give a smaller file")
+        raise Fail(
+            f"{where}: expected at most 65535 bytes an example and 65536 examples, found {stream[1]} bytes in "
+            f"example {index}; give a smaller file"
+        )
     return array.array("H", stream)
 
 
@@ -54,8 +72,10 @@ def convert(args):
     folder, path = args.output.parent, args.source
     if path in SHA256:
         path = download(URL.format(path), SHA256[path])
-    examples = [encode_example(encoding, f"{path}: example at offset {at}", index, example)
-                for index, (at, example) in enumerate(progress(iterable=json_lines(path), unit=" examples"))]
+    examples = [
+        encode_example(encoding, f"{path}: example at offset {at}", index, example)
+        for index, (at, example) in enumerate(progress(iterable=json_lines(path), unit=" examples"))
+    ]
     if not examples:
         raise Fail(f"{path}: no examples: expected an object a line; get the file again")
     longest = max(2 * len(example) for example in examples)
@@ -63,17 +83,28 @@ def convert(args):
     folder.mkdir(parents=True, exist_ok=True)
     write_file(args.output, [header, *examples])
     write_tokenizer(folder / "gpt2_tokenizer.bin", ranks)
-    print(f"{args.output}: {len(examples):,} examples, the longest of {longest:,} bytes\n"
-          f"./train_gpt2cu ... --hellaswag {shlex.quote(str(args.output))}")
+    print(
+        f"{args.output}: {len(examples):,} examples, the longest of {longest:,} bytes\n"
+        f"./train_gpt2cu ... --hellaswag {shlex.quote(str(args.output))}"
+    )
 
 
 @check_stdout()
 def main():
-    parser = argparse.ArgumentParser(description="Writes HellaSwag as llm.c's file for multiple-choice evaluation. "
-                                     "Needs: pip install -r scripts/requirements.txt")
-    parser.add_argument("source", nargs="?", default="val", help="val, train, or a .jsonl file (default: val)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="default: data/cache/hellaswag/hellaswag_<name>.bin")
+    parser = argparse.ArgumentParser(
+        description="Writes HellaSwag as llm.c's file for multiple-choice evaluation. "
+        "Needs: pip install -r scripts/requirements.txt"
+    )
+    parser.add_argument(
+        "source", nargs="?", default="val", help="val, train, or a .jsonl file (default: val)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: data/cache/hellaswag/hellaswag_<name>.bin",
+    )
     add_ranks_options(parser)
     args = parser.parse_args()
     if args.source not in SHA256 and not args.source.endswith(".jsonl"):

@@ -8,6 +8,7 @@
 In memory are a few batches a core and one shard. If anything fails, DIR.part goes, so DIR is whole or not there.
 
 A shard is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens, little endian."""
+
 import argparse
 import codecs
 import collections
@@ -23,20 +24,42 @@ import struct
 import sys
 from pathlib import Path
 
-from prepare_common import (CACHE, END_OF_TEXT, Fail, add_ranks_options, asking_hub, check_fetched,
-                            check_stdout, download, encodable, json_lines, load_ranks,
-                            make_encoding, need, progress, reading, rename, run, write_file,
-                            write_tokenizer)
+from prepare_common import (
+    CACHE,
+    END_OF_TEXT,
+    Fail,
+    add_ranks_options,
+    asking_hub,
+    check_fetched,
+    check_stdout,
+    download,
+    encodable,
+    json_lines,
+    load_ranks,
+    make_encoding,
+    need,
+    progress,
+    reading,
+    rename,
+    run,
+    write_file,
+    write_tokenizer,
+)
 
 SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
 
 # TinyStories' own validation file comes first, because it has a little more than val_tokens.
 STORIES = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]
-SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-               "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
+SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
 DATASETS = {
     "tinyshakespeare": {"files": lambda: [download(*SHAKESPEARE)], "val_tokens": 32768},
-    "tinystories": {"files": lambda: hub_files("roneneldan/TinyStories", names=STORIES), "val_tokens": 5_000_000},
+    "tinystories": {
+        "files": lambda: hub_files("roneneldan/TinyStories", names=STORIES),
+        "val_tokens": 5_000_000,
+    },
     "fineweb10B": {"files": lambda: hub_files("HuggingFaceFW/fineweb", "sample/10BT")},
     "fineweb100B": {"files": lambda: hub_files("HuggingFaceFW/fineweb", "sample/100BT")},
     "fineweb-edu": {"files": lambda: hub_files("HuggingFaceFW/fineweb-edu", "sample/10BT")},
@@ -47,7 +70,9 @@ def hub_files(repository, folder=None, names=None):
     """Paths of these files, or of the folder's, in the hub's cache. Each is downloaded when its turn comes."""
     with asking_hub(repository) as hub:
         of_hub = {"repo_type": "dataset", "revision": hub.HfApi().dataset_info(repository).sha}
-        listing = [] if names else hub.HfApi().list_repo_tree(repository, folder, **of_hub)  # in no order
+        listing = (
+            [] if names else hub.HfApi().list_repo_tree(repository, folder, **of_hub)
+        )  # in no order
         names = names or sorted(entry.path for entry in listing if entry.path.endswith(".parquet"))
     for name in names:
         with asking_hub(f"{repository}: {name}") as hub:
@@ -62,7 +87,9 @@ def encode(encoding, texts):
             continue
         if begins:
             tokens.append([END_OF_TEXT])
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON can hold half a surrogate pair
+        text = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )  # JSON can hold half a surrogate pair
         tokens.append(encoding.encode_to_numpy(text, disallowed_special=()))
     return need("numpy").concatenate(tokens).astype("<u2")
 
@@ -96,17 +123,24 @@ def read_text(path, args):
             at, block = file.tell(), file.read(BATCH_BYTES)
             more = bool(block)
             if b"\0" in block:
-                raise Fail(f"{path}: no text: a NUL byte at offset {at + block.index(0)}; convert it to UTF-8")
+                raise Fail(
+                    f"{path}: no text: a NUL byte at offset {at + block.index(0)}; convert it to UTF-8"
+                )
             try:
                 text += decoder.decode(block, final=not more)
             except UnicodeDecodeError as error:
-                offset, byte = file.tell() - len(error.object) + error.start, error.object[error.start]
-                raise Fail(f"{path}: invalid UTF-8 at offset {offset}: found byte 0x{byte:02x}; convert it") from None
+                offset, byte = (
+                    file.tell() - len(error.object) + error.start,
+                    error.object[error.start],
+                )
+                raise Fail(
+                    f"{path}: invalid UTF-8 at offset {offset}: found byte 0x{byte:02x}; convert it"
+                ) from None
             cut = LAST_CUT.match(text) if more else re.match("(?s:.*)", text)
             if cut and text:
                 parts = separator.split(cut.group())
                 yield [(begins or i > 0, encodable(part)) for i, part in enumerate(parts)]
-                begins, text = False, text[cut.end():]
+                begins, text = False, text[cut.end() :]
 
 
 def read_jsonl(path, args):
@@ -116,7 +150,10 @@ def read_jsonl(path, args):
         if at - begin >= BATCH_BYTES:
             yield texts
             begin, texts = at, []
-        with reading(f"{path}: object at offset {at}", f"expected text in {args.field!r}, --field names another"):
+        with reading(
+            f"{path}: object at offset {at}",
+            f"expected text in {args.field!r}, --field names another",
+        ):
             texts.append((True, encodable(found[args.field])))
     yield texts
 
@@ -150,7 +187,9 @@ def all_or_nothing(output):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # of another kind where a file system has no locks
         if isinstance(error, BlockingIOError):
-            raise Fail(f"{part}: another run writes there; wait for it or choose another --output") from None
+            raise Fail(
+                f"{part}: another run writes there; wait for it or choose another --output"
+            ) from None
     for left in part.iterdir():  # by a run that was killed
         left.unlink()
     try:
@@ -169,13 +208,15 @@ def write_shards(folder, batches, val_tokens, args, bar):
         end = min(end, total + args.shard_tokens, max_tokens)
         pieces = []
         while len(data) and total < end:
-            piece, data = data[:end - total], data[end - total:]
+            piece, data = data[: end - total], data[end - total :]
             pieces.append(piece)
             total += len(piece)
             bar.update(len(piece))
             data = data if len(data) else next(batches, [])
         name, count = f"{split}_{shards:06d}.bin", sum(map(len, pieces))
-        write_file(folder / name, [struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253), *pieces])
+        write_file(
+            folder / name, [struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253), *pieces]
+        )
         bar.write(f"{name}: {count:,} tokens", file=sys.stdout)
         shards += 1
     return total
@@ -186,7 +227,9 @@ def prepare(args):
     for source in args.sources:
         check_fetched(source)
     with all_or_nothing(args.output) as folder:
-        tenth = sys.maxsize if known else max(1, sum(map(os.path.getsize, args.sources)) // 40)  # four bytes a token
+        tenth = (
+            sys.maxsize if known else max(1, sum(map(os.path.getsize, args.sources)) // 40)
+        )  # four bytes a token
         val_tokens = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
         ranks = load_ranks(args)
         write_tokenizer(folder / "gpt2_tokenizer.bin", ranks)
@@ -196,11 +239,24 @@ def prepare(args):
         with progress(total=args.max_tokens, unit=" tokens") as bar:
             total = write_shards(folder, filter(len, batches), val_tokens, args, bar)
         if total <= val_tokens:
-            raise Fail(f"{args.output}: no tokens left to train on: found {total:,}, and {val_tokens:,} go to "
-                       "validation; give more text or a smaller --val-tokens")
-    pattern = glob.escape(str(args.output)).replace("\\", r"\\")  # C's glob() takes one for an escape
-    command = ["./train_gpt2cu", "-i", f"{pattern}/train_*.bin", "-j", f"{pattern}/val_*.bin", "--tokenizer",
-               f"{args.output}/gpt2_tokenizer.bin", "-o", "run1"]
+            raise Fail(
+                f"{args.output}: no tokens left to train on: found {total:,}, and {val_tokens:,} go to "
+                "validation; give more text or a smaller --val-tokens"
+            )
+    pattern = glob.escape(str(args.output)).replace(
+        "\\", r"\\"
+    )  # C's glob() takes one for an escape
+    command = [
+        "./train_gpt2cu",
+        "-i",
+        f"{pattern}/train_*.bin",
+        "-j",
+        f"{pattern}/val_*.bin",
+        "--tokenizer",
+        f"{args.output}/gpt2_tokenizer.bin",
+        "-o",
+        "run1",
+    ]
     print(f"{args.output}: {total:,} tokens\nnext: {shlex.join(command)}")
 
 
@@ -218,24 +274,54 @@ def main():
         description="Turns text into token shards for ./train_gpt2cu, with GPT-2's byte pair encoding.",
         epilog="DIR is there only when it is complete. A run that fails keeps its downloads alone. In a .txt file "
         "<|endoftext|> separates documents. HF_ENDPOINT names a mirror of the Hugging Face hub. README.md has "
-        "examples. Needs: pip install -r scripts/requirements.txt")
-    parser.add_argument("sources", nargs="+", metavar="SOURCE",
-                        help=f"one of {', '.join(DATASETS)}; or .txt, .jsonl and .parquet files")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: data/cache/ and the source's name")
-    parser.add_argument("--shard-tokens", type=tokens, default=10**8, metavar="N", help="default: 1e8")
-    parser.add_argument("--val-tokens", type=tokens, metavar="N",
-                        help="the first N tokens are for validation (default: a shard, but about a tenth at most)")
-    parser.add_argument("--max-tokens", type=tokens, metavar="N", help="stop after so many (default: all)")
-    parser.add_argument("--field", default="text", help="of .jsonl and .parquet files (default: text)")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
-                        help="threads (default: one a core)")
+        "examples. Needs: pip install -r scripts/requirements.txt",
+    )
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help=f"one of {', '.join(DATASETS)}; or .txt, .jsonl and .parquet files",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="default: data/cache/ and the source's name",
+    )
+    parser.add_argument(
+        "--shard-tokens", type=tokens, default=10**8, metavar="N", help="default: 1e8"
+    )
+    parser.add_argument(
+        "--val-tokens",
+        type=tokens,
+        metavar="N",
+        help="the first N tokens are for validation (default: a shard, but about a tenth at most)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=tokens, metavar="N", help="stop after so many (default: all)"
+    )
+    parser.add_argument(
+        "--field", default="text", help="of .jsonl and .parquet files (default: text)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="threads (default: one a core)",
+    )
     add_ranks_options(parser)
     args = parser.parse_args()
     for source in args.sources:
         if (source not in DATASETS or len(args.sources) > 1) and Path(source).suffix not in READERS:
-            parser.error(f"{source}: expected one of {', '.join(DATASETS)} alone, or {', '.join(READERS)} files")
+            parser.error(
+                f"{source}: expected one of {', '.join(DATASETS)} alone, or {', '.join(READERS)} files"
+            )
     if args.shard_tokens >= 2**31 or args.jobs < 1:
-        parser.error(f"expected --shard-tokens below 2^31 and --jobs from 1, found {args.shard_tokens} and {args.jobs}")
+        parser.error(
+            f"expected --shard-tokens below 2^31 and --jobs from 1, found {args.shard_tokens} and {args.jobs}"
+        )
     args.output = args.output or CACHE / Path(args.sources[0]).stem
     run(prepare, args)
 

@@ -1,6 +1,7 @@
 """What prepare.py, hellaswag.py and scripts/hf.py share: errors of one line, files that are whole or not there,
 downloads that are checked, and GPT-2's tokens. scripts/results.py takes from here what every Python
 tool needs."""
+
 import contextlib
 import errno
 import hashlib
@@ -17,7 +18,10 @@ END_OF_TEXT, VOCABULARY, TOKENIZER_MAGIC = 50256, 50257, 20240328
 # ones as themselves and the others from U+0100 on.
 VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 BYTES = VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]
-SHOWN = {byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE)) for i, byte in enumerate(BYTES)}
+SHOWN = {
+    byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE))
+    for i, byte in enumerate(BYTES)
+}
 # GPT-2's, as tiktoken writes it.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of GPT-2's vocab.bpe or merges.txt
@@ -84,8 +88,10 @@ def check_stdout():
             output.flush()
         sys.stdout, sys.stderr = before
     if error := outputs[0].error:
-        sys.exit(f"{tool_name()}: stdout: a line could not be written: {error.strerror}; free some "
-                 "space or send it elsewhere")
+        sys.exit(
+            f"{tool_name()}: stdout: a line could not be written: {error.strerror}; free some "
+            "space or send it elsewhere"
+        )
 
 
 def need(module):
@@ -93,7 +99,11 @@ def need(module):
         return importlib.import_module(module)
     except ImportError:
         name = module.split(".")[0]
-        what = "-c scripts/requirements-more.txt pyarrow" if name == "pyarrow" else "-r scripts/requirements.txt"
+        what = (
+            "-c scripts/requirements-more.txt pyarrow"
+            if name == "pyarrow"
+            else "-r scripts/requirements.txt"
+        )
         raise Fail(f"needs {name}: pip install {what}") from None
 
 
@@ -109,7 +119,9 @@ def reading(what, advice=DAMAGED):
     except Exception as error:
         if isinstance(error, Fail) or getattr(error, "filename", None):
             raise
-        raise Fail(f"{what}: {advice}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise Fail(
+            f"{what}: {advice}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from None
 
 
 def check_fetched(path):
@@ -160,7 +172,9 @@ def download(url, sha256):
         with reading(url, advice), urllib.request.urlopen(url, timeout=60) as response:
             write_file(path, [response.read()])
     if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
-        raise Fail(f"{path}: wrong SHA-256: expected {sha256}, found {found}; delete it to get it again")
+        raise Fail(
+            f"{path}: wrong SHA-256: expected {sha256}, found {found}; delete it to get it again"
+        )
     return path
 
 
@@ -173,7 +187,9 @@ def json_lines(path):
                 if line.strip():
                     yield position, json.loads(line.decode())
             except (ValueError, RecursionError) as error:
-                raise Fail(f"{path}: no JSON in UTF-8 at offset {position}: {error}; give one object a line") from None
+                raise Fail(
+                    f"{path}: no JSON in UTF-8 at offset {position}: {error}; give one object a line"
+                ) from None
 
 
 def load_ranks(args):
@@ -187,7 +203,9 @@ def load_ranks(args):
     content = Path(path).read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 not in (MERGES_SHA256, args.ranks_sha256):
-        raise Fail(f"{path}: wrong SHA-256: found {sha256}; {advice}, or accept this file with --ranks-sha256")
+        raise Fail(
+            f"{path}: wrong SHA-256: found {sha256}; {advice}, or accept this file with --ranks-sha256"
+        )
     byte_of = {character: byte for byte, character in SHOWN.items()}
     with reading(path, f"damaged, {advice}"):
         merges = content.decode().splitlines()[1:]  # behind a line with the version
@@ -195,20 +213,30 @@ def load_ranks(args):
         tokens += [bytes(byte_of[c] for c in merge if c != " ") for merge in merges if merge]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens) or len(tokens) > END_OF_TEXT or max(map(len, tokens)) > 255:
-        raise Fail(f"{path}: expected at most {END_OF_TEXT} different tokens of at most 255 bytes; {advice}")
+        raise Fail(
+            f"{path}: expected at most {END_OF_TEXT} different tokens of at most 255 bytes; {advice}"
+        )
     return ranks
 
 
 def make_encoding(ranks):
-    return need("tiktoken").Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks,
-                                     special_tokens={"<|endoftext|>": END_OF_TEXT})
+    return need("tiktoken").Encoding(
+        "gpt2",
+        pat_str=PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": END_OF_TEXT},
+    )
 
 
 def encodable(text, spaces=400_000):
     """This text, or none of null, unless tiktoken could panic, as it does at a million of white spaces in a row."""
     text = "" if text is None else text
-    if not isinstance(text, str) or any(text[i:i + spaces].isspace() for i in range(0, len(text) - spaces + 1, spaces)):
-        raise ValueError(f"expected text, with less than {spaces:,} white spaces in a row, found {type(text).__name__}")
+    if not isinstance(text, str) or any(
+        text[i : i + spaces].isspace() for i in range(0, len(text) - spaces + 1, spaces)
+    ):
+        raise ValueError(
+            f"expected text, with less than {spaces:,} white spaces in a row, found {type(text).__name__}"
+        )
     return text
 
 
@@ -221,8 +249,14 @@ def write_tokenizer(path, ranks):
 
 
 def add_ranks_options(parser):
-    parser.add_argument("--ranks", metavar="FILE", help="GPT-2's vocab.bpe or merges.txt (default: tiktoken's)")
-    parser.add_argument("--ranks-sha256", metavar="HASH", help="accept a file that is not GPT-2's, with this SHA-256")
+    parser.add_argument(
+        "--ranks", metavar="FILE", help="GPT-2's vocab.bpe or merges.txt (default: tiktoken's)"
+    )
+    parser.add_argument(
+        "--ranks-sha256",
+        metavar="HASH",
+        help="accept a file that is not GPT-2's, with this SHA-256",
+    )
 
 
 def run(main, args):

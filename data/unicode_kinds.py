@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Writes data/unicode_kinds.txt: the kinds of all code points, in order, as runs of a kind and a length. L letters,
 N numbers, S white space, O others. tiktoken has Unicode 16.0, as Python 3.14 has."""
+
 import itertools
 import textwrap
 import unicodedata
@@ -9,7 +10,9 @@ from prepare_common import check_stdout
 
 
 def kind(c):
-    space = chr(c).isspace() and not 0x1C <= c <= 0x1F  # those four are white space to Python, not to Unicode
+    space = (
+        chr(c).isspace() and not 0x1C <= c <= 0x1F
+    )  # those four are white space to Python, not to Unicode
     return "S" if space else {"L": "L", "N": "N"}.get(unicodedata.category(chr(c))[0], "O")
 
 

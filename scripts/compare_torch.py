@@ -12,6 +12,7 @@ copies. PyTorch rounds the copies to nearest and we stochastically, hence the 2.
     make train_gpt2cu && python3 scripts/compare_torch.py            # needs PyTorch, numpy and a GPU
     python3 scripts/compare_torch.py --precision bf16
 """
+
 import itertools
 import math
 import pathlib
@@ -21,7 +22,7 @@ import tempfile
 import results
 
 sys.path.append(str(results.ROOT / "dev" / "common"))
-from torch_gpt2 import MAX_T, SIZES, V, VP, adamw, gpt2, text_ids, write  # noqa: E402
+from torch_gpt2 import MAX_T, SIZES, VP, V, adamw, gpt2, text_ids, write  # noqa: E402
 
 try:
     import numpy as np
@@ -29,23 +30,34 @@ try:
     import torch.nn.functional as F
 except ImportError:
     torch = None  # --help and the arithmetic need neither
+
+
 def plain_attention(q, k, v, is_causal):
     T, HS = q.shape[-2:]
     s = (q @ k.transpose(-1, -2)) / math.sqrt(HS)
-    return s.masked_fill(torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1), -math.inf).softmax(-1) @ v
+    return (
+        s.masked_fill(
+            torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1), -math.inf
+        ).softmax(-1)
+        @ v
+    )
 
 
 def train(model, data, a, attention, dtype):
     """(loss, gradient norm) of every step. The masters are fp32, all else has this type."""
     for block in model.blocks:
         block.attention = attention
-    masters = {name: p.detach().clone().cuda().requires_grad_() for name, p in model.named_parameters()}
+    masters = {
+        name: p.detach().clone().cuda().requires_grad_() for name, p in model.named_parameters()
+    }
     adam = adamw(torch, masters.values(), a.lr, a.weight_decay)
     steps = []
     for step in range(a.steps):
         begin, n = step * a.B * a.T, a.B * a.T
-        batch = tuple(data[at:at + n].view(a.B, a.T) for at in (begin, begin + 1))
-        loss = torch.func.functional_call(model, {name: p.to(dtype) for name, p in masters.items()}, batch)
+        batch = tuple(data[at : at + n].view(a.B, a.T) for at in (begin, begin + 1))
+        loss = torch.func.functional_call(
+            model, {name: p.to(dtype) for name, p in masters.items()}, batch
+        )
         adam.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), a.max_norm)
@@ -63,22 +75,60 @@ def judge(a, ours, reference, other):
     """What a row says of the losses, and whether they and the clipping are as they should be. `other` is PyTorch's fp32
     with another attention, or its bf16."""
     own = apart(other, reference)
-    found = {"difference": apart(ours, reference), "allowed": a.tol if a.precision == "fp32" else 2 * own,
-             "torch_itself": own, "clipped": sum(norm > a.max_norm for _, norm in ours)}
+    found = {
+        "difference": apart(ours, reference),
+        "allowed": a.tol if a.precision == "fp32" else 2 * own,
+        "torch_itself": own,
+        "clipped": sum(norm > a.max_norm for _, norm in ours),
+    }
     return found, found["difference"] <= found["allowed"] and 2 * found["clipped"] >= len(ours)
 
 
 def trainer_options(a, checkpoint, shard):
-    return ["-e", checkpoint, "-i", shard, "-b", a.B, "-t", a.T, "-x", a.steps, "-l", a.lr, "-u", 0, "-k", "constant",
-            "-v", 0, "-s", 0, "-c", a.weight_decay, "--max-norm", a.max_norm, "--precision", a.precision,
-            "--no-shuffle", "--attention", a.attention, *(["--no-tf32"] if a.precision == "fp32" else [])]
+    return [
+        "-e",
+        checkpoint,
+        "-i",
+        shard,
+        "-b",
+        a.B,
+        "-t",
+        a.T,
+        "-x",
+        a.steps,
+        "-l",
+        a.lr,
+        "-u",
+        0,
+        "-k",
+        "constant",
+        "-v",
+        0,
+        "-s",
+        0,
+        "-c",
+        a.weight_decay,
+        "--max-norm",
+        a.max_norm,
+        "--precision",
+        a.precision,
+        "--no-shuffle",
+        "--attention",
+        a.attention,
+        *(["--no-tf32"] if a.precision == "fp32" else []),
+    ]
 
 
 def checkpoint_tensors(model):
     """In the order of the file. A block's tensor comes for all layers at once, and wte is padded."""
     layers = zip(*(block.parameters() for block in model.blocks))
-    found = [model.wte.weight, torch.zeros(VP - V, model.wte.weight.shape[1]), model.wpe.weight,
-             *itertools.chain(*layers), *model.lnf.parameters()]
+    found = [
+        model.wte.weight,
+        torch.zeros(VP - V, model.wte.weight.shape[1]),
+        model.wpe.weight,
+        *itertools.chain(*layers),
+        *model.lnf.parameters(),
+    ]
     return [p.detach().numpy() for p in found]
 
 
@@ -103,15 +153,29 @@ def main():
     arg.add_argument("--lr", type=float, default=3e-5)
     arg.add_argument("--attention", default="flash", choices=["flash", "naive"])
     arg.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
-    arg.add_argument("--max-norm", type=float, default=0.5, help="where gradients are clipped (default: %(default)s)")
-    arg.add_argument("--weight-decay", type=float, default=1.0, help="so much that it shows (default: %(default)s)")
+    arg.add_argument(
+        "--max-norm",
+        type=float,
+        default=0.5,
+        help="where gradients are clipped (default: %(default)s)",
+    )
+    arg.add_argument(
+        "--weight-decay",
+        type=float,
+        default=1.0,
+        help="so much that it shows (default: %(default)s)",
+    )
     arg.add_argument("--tol", type=float, default=1e-4, help="in fp32 (default: %(default)s)")
     a = arg.parse_args()
     if not torch:
-        results.fail("needs torch and numpy: pip install -c scripts/requirements-more.txt torch numpy")
+        results.fail(
+            "needs torch and numpy: pip install -c scripts/requirements-more.txt torch numpy"
+        )
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # a sum split in bf16 is ten times as far
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
+        False  # a sum split in bf16 is ten times as far
+    )
     torch.manual_seed(1)
 
     model, tokens = gpt2(torch, L, NH, C, MAX_T, V), random_chain(a.steps * a.B * a.T + 1)
@@ -124,17 +188,37 @@ def main():
 
     data = torch.from_numpy(tokens).cuda()
     reference = train(model, data, a, plain_attention, torch.float32)
-    other = train(model, data, a, *(F.scaled_dot_product_attention, torch.float32) if a.precision == "fp32" else
-                  (plain_attention, torch.bfloat16))
+    other = train(
+        model,
+        data,
+        a,
+        *(F.scaled_dot_product_attention, torch.float32)
+        if a.precision == "fp32"
+        else (plain_attention, torch.bfloat16),
+    )
     for step in range(0, a.steps, 10):
-        print(f"step {step + 1:3d}  torch {reference[step][0]:.6f} and {other[step][0]:.6f}  ours {ours[step][0]:.6f}")
+        print(
+            f"step {step + 1:3d}  torch {reference[step][0]:.6f} and {other[step][0]:.6f}  ours {ours[step][0]:.6f}"
+        )
     found, ok = judge(a, ours, reference, other)
-    print(f"largest difference over {a.steps} steps: {found['difference']:.2e} ({'fine' if ok else 'WRONG'}: "
-          f"{found['allowed']:.2e} is allowed, PyTorch's own is {found['torch_itself']:.2e}); {found['clipped']} clipped")
+    print(
+        f"largest difference over {a.steps} steps: {found['difference']:.2e} ({'fine' if ok else 'WRONG'}: "
+        f"{found['allowed']:.2e} is allowed, PyTorch's own is {found['torch_itself']:.2e}); {found['clipped']} clipped"
+    )
     if a.json or a.out:
-        about = {name: vars(a)[name] for name in "model B T steps attention lr max_norm weight_decay".split()}
-        row = results.row("torch", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__,
-                          dtype=a.precision, **about, **found)
+        about = {
+            name: vars(a)[name]
+            for name in "model B T steps attention lr max_norm weight_decay".split()
+        }
+        row = results.row(
+            "torch",
+            torch.cuda.get_device_name(),
+            torch.version.cuda,
+            torch=torch.__version__,
+            dtype=a.precision,
+            **about,
+            **found,
+        )
         results.append([row], "torch", a.out)
     sys.exit(0 if ok else 1)
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Trains with ./train_gpt2cu's defaults and keeps what README shows of it: a plot, and the samples with their losses.
 
-    python3 scripts/default_run.py     # two minutes on an H200; appends to dev/results/<gpu>/default_run.jsonl
+python3 scripts/default_run.py     # two minutes on an H200; appends to dev/results/<gpu>/default_run.jsonl
 """
+
 import pathlib
 import tempfile
 
@@ -13,10 +14,16 @@ from plot import plot
 def samples(log):
     """What a row says of each sample: the run's settings, and the loss that was validated at that step."""
     run = log["run"][0]
-    settings = {"dtype": run["precision"], **{field: run[field] for field in ("steps", "B", "T", "floor_nats")}}
+    settings = {
+        "dtype": run["precision"],
+        **{field: run[field] for field in ("steps", "B", "T", "floor_nats")},
+    }
     losses = {r["step"]: r["loss_nats"] for r in log["val"]}
-    return [{**settings, "step": r["step"], "val_loss_nats": losses[r["step"]], "text": r["text"]}
-            for r in log["sample"] if r["step"] in losses]
+    return [
+        {**settings, "step": r["step"], "val_loss_nats": losses[r["step"]], "text": r["text"]}
+        for r in log["sample"]
+        if r["step"] in losses
+    ]
 
 
 @results.check_stdout()
@@ -27,7 +34,9 @@ def main():
         if results.run_aloud("./train_gpt2cu", "-o", folder):
             results.fail("./train_gpt2cu failed")
         log = results.read_log(pathlib.Path(folder))
-        rows = [results.row("default_run", log["run"][0]["device"], **fields) for fields in samples(log)]
+        rows = [
+            results.row("default_run", log["run"][0]["device"], **fields) for fields in samples(log)
+        ]
         path = results.append(rows, "default_run")
         if rows[0]["dirty"]:
             print("default_run.py: no plot, because the sources differ from the commit")

@@ -1,4 +1,5 @@
 """What the scripts share: rows of dev/results (dev/common/bench.h writes such rows too), logs of runs, and the trainer."""
+
 import argparse
 import contextlib
 import functools
@@ -16,11 +17,16 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
-from prepare_common import Fail, check_fetched, check_stdout  # noqa: E402
+from prepare_common import Fail, check_fetched  # noqa: E402
 
 # Of a run's log.
-FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s"],
-          "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
+FIELDS = {
+    "run": ["tokens_per_step"],
+    "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s"],
+    "val": ["step", "loss_nats"],
+    "sample": ["step", "text"],
+    "hellaswag": ["step", "correct", "examples"],
+}
 
 
 def fail(text):
@@ -29,9 +35,13 @@ def fail(text):
 
 def arguments(doc, bench=None):
     """A parser that shows the script's `doc`, with the options of a script that appends rows of `bench`."""
-    arg = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if bench:
-        arg.add_argument("--json", action="store_true", help=f"append rows to dev/results/<gpu>/{bench}.jsonl")
+        arg.add_argument(
+            "--json", action="store_true", help=f"append rows to dev/results/<gpu>/{bench}.jsonl"
+        )
         arg.add_argument("--out", help="append rows to this file")
     return arg
 
@@ -68,6 +78,7 @@ def json_rows(path):
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of dev/results
 
+
 @functools.cache
 def toolkit():
     """The version of nvcc, "13.0"; empty without one."""
@@ -91,9 +102,18 @@ def tree():
 
 def row(kind, gpu, cuda=None, **fields):
     """A row that says where its figures come from. All rows of one run may be compared."""
-    return {"kind": kind, **tree(), "run": os.environ["RUN"], "date": utc_now(), "gpu": gpu,
-            "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
-            "cuda": toolkit() if cuda is None else cuda, **fields}
+    return {
+        "kind": kind,
+        **tree(),
+        "run": os.environ["RUN"],
+        "date": utc_now(),
+        "gpu": gpu,
+        "driver": output_of(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"
+        ),
+        "cuda": toolkit() if cuda is None else cuda,
+        **fields,
+    }
 
 
 def folder_of_gpu(gpu):
@@ -111,6 +131,7 @@ def append(rows, bench, out=None):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The trainer, and the logs that it writes
+
 
 def folder_of(run):
     return run if run.is_dir() else run.parent
@@ -158,7 +179,9 @@ def need_trainer():
 def run_trainer(*options, **variables):
     """What ./train_gpt2cu prints with these options and environment variables."""
     command = ["./train_gpt2cu", *map(str, options)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+    )
     if done.returncode:
         fail(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
     return done.stdout
@@ -168,8 +191,9 @@ def run_aloud(*command):
     """The exit code of a program whose lines this script passes on to its own stdout. The program
     comes to its end even if nobody reads them."""
     command = [str(word) for word in command]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8",
-                          errors="replace") as program:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+    ) as program:
         for line in program.stdout:
             print(line, end="", flush=True)
     return program.returncode

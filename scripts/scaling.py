@@ -9,6 +9,7 @@ must be within 1e-3 of one GPU's, or nothing is timed. Speed (weak scaling): eac
 of the steps after the first ten. Beside it the same GPUs with a run of its own on each, all at once: the slowest is
 what the step would take if ranks had nothing to say to each other. Both without and with a sharded optimizer (ZeRO-1).
 """
+
 import concurrent.futures
 import os
 import re
@@ -33,9 +34,11 @@ def usual_ms(a, gpus, text):
 
 def side_by_side(a, gpus, options):
     """ms a step of the slowest of so many GPUs, each with a run of its own."""
+
     def alone(gpu):
         seen = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         return usual_ms(a, 1, results.run_trainer(*options, **seen))
+
     names = gpus_here() if a.device == "cuda" else [None] * gpus
     with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
         return max(pool.map(alone, names[:gpus]))
@@ -44,12 +47,23 @@ def side_by_side(a, gpus, options):
 @results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "scaling")
-    arg.add_argument("--gpus", help="numbers of GPUs, from 1 on (default: 1,2,4,… up to this machine's)")
+    arg.add_argument(
+        "--gpus", help="numbers of GPUs, from 1 on (default: 1,2,4,… up to this machine's)"
+    )
     arg.add_argument("--model", default="d12")
-    arg.add_argument("--batch", type=int, default=64, help="sequences per GPU when timed (default: %(default)s)")
+    arg.add_argument(
+        "--batch", type=int, default=64, help="sequences per GPU when timed (default: %(default)s)"
+    )
     arg.add_argument("--tokens", type=int, default=1024, help="per sequence (default: %(default)s)")
-    arg.add_argument("--steps", type=int, default=40, help="of a run that is timed (default: %(default)s)")
-    arg.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="when timed (default: %(default)s)")
+    arg.add_argument(
+        "--steps", type=int, default=40, help="of a run that is timed (default: %(default)s)"
+    )
+    arg.add_argument(
+        "--precision",
+        default="bf16",
+        choices=["bf16", "fp32"],
+        help="when timed (default: %(default)s)",
+    )
     arg.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     a = arg.parse_args()
     results.need_trainer()
@@ -62,29 +76,68 @@ def main():
     several = [(n, zero) for n in numbers[1:] for zero in (0, 1)]
 
     def ranks(n, zero):
-        return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", n, "--zero", zero]
+        return [
+            "-e",
+            a.model,
+            "-t",
+            a.tokens,
+            "-v",
+            0,
+            "-s",
+            0,
+            "--device",
+            a.device,
+            "--gpus",
+            n,
+            "--zero",
+            zero,
+        ]
 
     def record(n, zero, **fields):
         """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
         if a.json or a.out:
-            row = results.row("scaling", device, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields)
+            row = results.row(
+                "scaling", device, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields
+            )
             results.append([row], "scaling", a.out)
 
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
-    strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32", *["--no-tf32"] * (a.device == "cuda")]
+    strict = [
+        "-b",
+        2,
+        "-d",
+        batch,
+        "-x",
+        20,
+        "--precision",
+        "fp32",
+        *["--no-tf32"] * (a.device == "cuda"),
+    ]
     first = results.train(*ranks(1, 0), *strict)[1]
     one, device = first["train"], first["run"][0]["device"]
     for n, zero in several:
         log = results.train(*ranks(n, zero), *strict)[1]
-        apart = results.largest(abs(x["loss_nats"] - y["loss_nats"]) / y["loss_nats"]
-                                for x, y in zip(log["train"], one, strict=True))
-        print(f"{n} GPUs, --zero {zero}: losses of {len(one)} steps within {apart:.1e} of one GPU's", flush=True)
+        apart = results.largest(
+            abs(x["loss_nats"] - y["loss_nats"]) / y["loss_nats"]
+            for x, y in zip(log["train"], one, strict=True)
+        )
+        print(
+            f"{n} GPUs, --zero {zero}: losses of {len(one)} steps within {apart:.1e} of one GPU's",
+            flush=True,
+        )
         record(n, zero, what="losses", apart=apart)
         if not apart <= 1e-3:
             results.fail("the losses differ by more than 1e-3: not timed")
 
     print("gpus  zero  ms a step  side by side       tok/s  of linear    GiB", flush=True)
-    timed = ["-b", a.batch, "-x", a.steps, "--precision", "fp32" if a.device == "cpu" else a.precision]
+    timed = [
+        "-b",
+        a.batch,
+        "-x",
+        a.steps,
+        "--precision",
+        "fp32" if a.device == "cpu" else a.precision,
+    ]
     single = None
     for n, zero in [(1, 0), *several]:
         text = results.run_trainer(*ranks(n, zero), *timed)
@@ -94,9 +147,22 @@ def main():
         single = single or tok_s
         of_linear = tok_s / (n * single)
         gib = float(re.search(r"^memory +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
-        print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone:12.2f}  {tok_s:10.0f}  {of_linear:9.1%}  {gib:5.1f}", flush=True)
-        record(n, zero, what="speed", dtype=timed[-1], B=a.batch, ms=ms, ms_side_by_side=alone, tok_s=tok_s,
-               of_linear=of_linear, gib=gib)
+        print(
+            f"{n:4}  {zero:4}  {ms:9.2f}  {alone:12.2f}  {tok_s:10.0f}  {of_linear:9.1%}  {gib:5.1f}",
+            flush=True,
+        )
+        record(
+            n,
+            zero,
+            what="speed",
+            dtype=timed[-1],
+            B=a.batch,
+            ms=ms,
+            ms_side_by_side=alone,
+            tok_s=tok_s,
+            of_linear=of_linear,
+            gib=gib,
+        )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ sets it; the faster of two starts counts. With --resume also from a model file a
 --folder. What only reading these files takes, with cat, is timed before each of the two. The system has them in memory
 by then, because they have just been written.
 """
+
 import os
 import pathlib
 import shutil
@@ -27,8 +28,14 @@ def seconds_to_first_step(options, **variables):
     command = ["./train_gpt2cu", *map(str, options)]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     start = time.monotonic()
-    with subprocess.Popen(command, cwd=results.ROOT, env={**environment, **variables}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+    with subprocess.Popen(
+        command,
+        cwd=results.ROOT,
+        env={**environment, **variables},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as run:
         for line in run.stdout:
             if line.startswith("step ") and "| norm" in line:
                 seconds = time.monotonic() - start
@@ -46,8 +53,12 @@ def seconds_to_read(*paths):
 @results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "start")
-    arg.add_argument("--models", default="d12", help="a list of d12, d24, d36, d48 (default: %(default)s)")
-    arg.add_argument("--resume", action="store_true", help="also from files, which are written first")
+    arg.add_argument(
+        "--models", default="d12", help="a list of d12, d24, d36, d48 (default: %(default)s)"
+    )
+    arg.add_argument(
+        "--resume", action="store_true", help="also from files, which are written first"
+    )
     arg.add_argument("--folder", help="where these files go (default: a temporary folder)")
     a = arg.parse_args()
     results.need_trainer()
@@ -61,10 +72,21 @@ def main():
     rows = []
 
     def record(model, what, seconds, read_seconds=0.0):
-        print(f"{model:5} {what:24} {seconds:7.2f} s to the end of step 1, {read_seconds:6.2f} s only reading",
-              flush=True)
-        rows.append(results.row("start", gpu, model=model, B=BATCH[model], what=what, seconds=seconds,
-                                read_seconds=read_seconds))
+        print(
+            f"{model:5} {what:24} {seconds:7.2f} s to the end of step 1, {read_seconds:6.2f} s only reading",
+            flush=True,
+        )
+        rows.append(
+            results.row(
+                "start",
+                gpu,
+                model=model,
+                B=BATCH[model],
+                what=what,
+                seconds=seconds,
+                read_seconds=read_seconds,
+            )
+        )
 
     if a.folder:
         os.makedirs(a.folder, exist_ok=True)

@@ -12,10 +12,12 @@ Plots are SVG files beside the rows that they show.
     python3 scripts/tables.py            writes all tables and plots
     python3 scripts/tables.py --check    writes nothing; exit code 1 names tables that are stale
 """
+
 import itertools
 import re
 import textwrap
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import plot
 import results
@@ -42,6 +44,7 @@ RUNGS = {
 
 # --------------------------------------------------------------------------------------------------
 # Rows, and how they become text
+
 
 def newest_rows(path, where, apart):
     """The rows of a file that match `where` and belong to its newest run.
@@ -113,6 +116,7 @@ def kernels_of(rows):
 # --------------------------------------------------------------------------------------------------
 # Tables. Each function gets the rows of one GPU and returns text.
 
+
 def attention(rows):
     rows = rows.dropna(subset="ms")
     kernels = kernels_of(rows)
@@ -139,13 +143,18 @@ def ladder(rows):
     rows["cell"] = figures.str.removesuffix(", nan%")
     passes = crossed(rows, "kernel", "pass", ["fwd", "bwd"]).set_index("kernel").reindex(RUNGS)
     forward = rows[rows["pass"] == "fwd"].set_index("kernel")["gemm"].reindex(RUNGS).fillna(0)
-    return table(rows, pd.DataFrame({
-        "rung": [f"[{kernel}](attention/{kernel}.cu)" for kernel in RUNGS],
-        "new": RUNGS.values(),
-        "forward: GEMM, library": passes["fwd"].values,
-        "backward: GEMM, library": passes["bwd"].values,
-        "": ["█" * round(20 * min(1, share)) for share in forward],
-    }))
+    return table(
+        rows,
+        pd.DataFrame(
+            {
+                "rung": [f"[{kernel}](attention/{kernel}.cu)" for kernel in RUNGS],
+                "new": RUNGS.values(),
+                "forward: GEMM, library": passes["fwd"].values,
+                "backward: GEMM, library": passes["bwd"].values,
+                "": ["█" * round(20 * min(1, share)) for share in forward],
+            }
+        ),
+    )
 
 
 def speed(rows, kernel):
@@ -269,18 +278,21 @@ def ring_speed(rows):
     rows["% cool"] = 100 * rows["single_ms"] / rows["ms"]
     rows["% sustained"] = 100 * rows["single_ms_sustained"] / rows["ms_sustained"]
     rows["% unsent"] = 100 * rows["single_ms"] / rows["still_ms"]
-    rows = rows.rename(columns={
-        "tokens_per_gpu": "tokens a GPU",
-        "single_ms": "one GPU's ms / GPUs",
-        "still_ms": "ms unsent",
-        "hop_ms": "ms a hop",
-    })
+    rows = rows.rename(
+        columns={
+            "tokens_per_gpu": "tokens a GPU",
+            "single_ms": "one GPU's ms / GPUs",
+            "still_ms": "ms unsent",
+            "hop_ms": "ms a hop",
+        }
+    )
     columns = ["one GPU's ms / GPUs", "ms", "% cool", "% sustained", "ms unsent", "% unsent"]
     return table(rows, rows[["gpus", "tokens a GPU", "NH", "HS", "pass", *columns, "ms a hop"]])
 
 
 # --------------------------------------------------------------------------------------------------
 # Plots. Each function gets the rows of one GPU and returns a figure.
+
 
 def line_styles(kernels):
     """Ours are thick, the libraries' dashed, and naive is grey."""
@@ -330,6 +342,7 @@ def plot_attention(plt, rows):
 def plot_accuracy(plt, rows):
     """A panel for each type and tensor. Each point is the worst of the head sizes."""
     from matplotlib.ticker import LogLocator
+
     rows = rows[rows["kernel"].map(kind_of) == "ours"]
     styles = line_styles(kernels_of(rows))
     inputs = {"normal": "-", "large_q": "--", "shifted": ":"}
@@ -400,8 +413,10 @@ def plot_memory(plt, rows):
 # --------------------------------------------------------------------------------------------------
 # Which tables and plots there are, and where they go
 
+
 class Source(NamedTuple):
     """What a table or plot is made of, and by which function."""
+
     make: Callable
     file: str  # dev/results/*/FILE.jsonl
     part: str  # of scripts/measure.sh, which measures the rows

@@ -11,6 +11,7 @@ through twice the L2 cache. Each is validated first, a head against fp64. What i
 backward, on the GPU alone, in the two protocols of dev/common/bench.h. Sustained launches are those of CUDA graphs.
 "ours/peer" is how many times as fast our fastest kernel is at that shape: above 1, ours wins.
 """
+
 import importlib.util
 import itertools
 import math
@@ -25,13 +26,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 import results  # noqa: E402
 
-BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION",
-            "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
+BACKENDS = {
+    "torch_flash": "FLASH_ATTENTION",
+    "torch_cudnn": "CUDNN_ATTENTION",
+    "torch_efficient": "EFFICIENT_ATTENTION",
+    "torch_math": "MATH",
+}
 FA3 = ("fa3", "fa3_det")
 PEERS = (*BACKENDS, *FA3)
 NH = 12
 WAIT_CYCLES = 4_000_000  # about 2 ms: more than PyTorch takes to queue a pass
-WARM_UPS, RUNS, MAX_REST = 3, 15, 50.  # ms
+WARM_UPS, RUNS, MAX_REST = 3, 15, 50.0  # ms
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
 
 
@@ -39,6 +44,7 @@ def torch_with_gpu(script):
     """PyTorch, for a script that measures it on a GPU; without either the script says so and ends with 0."""
     try:
         import torch
+
         if torch.cuda.is_available():
             return torch
         missing = "a GPU that PyTorch can use"
@@ -62,8 +68,15 @@ def rows_of(program, *options, run=results.run_aloud):
 def our_rows(a):
     """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
     code, rows = rows_of(
-        ROOT / "dev" / "bench_attention", "--heads", NH, "--hs", a.hs, "--dtype", a.dtype,
-        *["--shapes", a.shapes] * bool(a.shapes))
+        ROOT / "dev" / "bench_attention",
+        "--heads",
+        NH,
+        "--hs",
+        a.hs,
+        "--dtype",
+        a.dtype,
+        *["--shapes", a.shapes] * bool(a.shapes),
+    )
     if code:
         sys.exit(code)
     return rows
@@ -78,14 +91,17 @@ class Peer:
             fa3 = importlib.import_module("flash_attn_interface")
             self.version = {"fa3": fa3.__version__}
             self.attention = lambda *qkv: fa3.flash_attn_func(
-                *(x.transpose(1, 2) for x in qkv), causal=True, deterministic=backend == "fa3_det").transpose(1, 2)
+                *(x.transpose(1, 2) for x in qkv), causal=True, deterministic=backend == "fa3_det"
+            ).transpose(1, 2)
         else:
             from torch.nn.attention import SDPBackend, sdpa_kernel
+
             self.version = {}
 
             def attention(*qkv):
                 with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
                     return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+
             self.attention = attention
         X = torch.bfloat16 if dtype == "bf16" else torch.float32
         touched = 4 * B * T * NH * HS * X.itemsize
@@ -94,8 +110,11 @@ class Peer:
 
         def random(*shape):
             return torch.randn(*shape, device="cuda", dtype=X)
-        self.qkv = [[x.transpose(1, 2).requires_grad_() for x in random(B, T, 3, NH, HS).unbind(2)]
-                    for _ in range(sets)]
+
+        self.qkv = [
+            [x.transpose(1, 2).requires_grad_() for x in random(B, T, 3, NH, HS).unbind(2)]
+            for _ in range(sets)
+        ]
         self.dout = [random(B, T, NH, HS).transpose(1, 2) for _ in range(sets)]
         self.out = [None] * sets
         self.forward_all()
@@ -119,7 +138,9 @@ class Peer:
         dout, places = self.dout[0][-1, -1].double(), torch.arange(len(q), device=q.device)
         out = []
         for rows in places.split(1024):
-            s = (q[rows] @ k.T / math.sqrt(q.shape[1])).masked_fill(rows[:, None] < places, -math.inf)
+            s = (q[rows] @ k.T / math.sqrt(q.shape[1])).masked_fill(
+                rows[:, None] < places, -math.inf
+            )
             out.append(s.softmax(-1) @ v)
             out[-1].backward(dout[rows])
         got = [x[-1, -1].double() for x in (self.out[0], *self.backward(0))]
@@ -135,7 +156,7 @@ class Peer:
         ms = []
         for _ in range(RUNS):
             torch.cuda.synchronize()
-            time.sleep(min(4 * min(ms, default=0.), MAX_REST) / 1e3)
+            time.sleep(min(4 * min(ms, default=0.0), MAX_REST) / 1e3)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(WAIT_CYCLES)
             start.record()
@@ -179,11 +200,29 @@ def peer_rows(torch, backend, dtype, B, T, HS):
             ms = peer.cool_ms(run)
             sustained = peer.sustained_ms(run, ms)
             peer.forward_all()  # the results of a pass that was captured belong to its graphs
-            rows.append(results.row(
-                "attention", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__, **peer.version,
-                kernel=backend, **{"pass": name}, dtype=dtype, B=B, T=T, NH=NH, HS=HS, causal=True,
-                deterministic=name == "fwd" or backend in ("torch_math", "fa3_det"), ms=ms, tflops=flops / ms * 1e-9,
-                ms_sustained=sustained, tflops_sustained=flops / sustained * 1e-9, relative_error=error))
+            rows.append(
+                results.row(
+                    "attention",
+                    torch.cuda.get_device_name(),
+                    torch.version.cuda,
+                    torch=torch.__version__,
+                    **peer.version,
+                    kernel=backend,
+                    **{"pass": name},
+                    dtype=dtype,
+                    B=B,
+                    T=T,
+                    NH=NH,
+                    HS=HS,
+                    causal=True,
+                    deterministic=name == "fwd" or backend in ("torch_math", "fa3_det"),
+                    ms=ms,
+                    tflops=flops / ms * 1e-9,
+                    ms_sustained=sustained,
+                    tflops_sustained=flops / sustained * 1e-9,
+                    relative_error=error,
+                )
+            )
         return rows
 
 
@@ -197,7 +236,9 @@ def main():
     peers = PEERS if importlib.util.find_spec("flash_attn_interface") else BACKENDS
     torch = torch_with_gpu("peers.py")
     torch.backends.cuda.matmul.allow_tf32 = False
-    warnings.simplefilter("ignore")  # a backend that refuses a shape warns at length, and then raises
+    warnings.simplefilter(
+        "ignore"
+    )  # a backend that refuses a shape warns at length, and then raises
     torch.manual_seed(1)
 
     def record(found):
@@ -207,15 +248,21 @@ def main():
     rows = our_rows(a)
     path = record(rows)
     shapes = list(dict.fromkeys((r["dtype"], r["B"], r["T"]) for r in rows))
-    print(f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {NH}, HS {a.hs}, causal")
-    print(f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer | sust. ms   TF/s ours/peer | error")
+    print(
+        f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {NH}, HS {a.hs}, causal"
+    )
+    print(
+        f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer | sust. ms   TF/s ours/peer | error"
+    )
     for dtype, B, T in shapes:
         found = [r for r in rows if (r["dtype"], r["B"], r["T"]) == (dtype, B, T)]
         for backend in peers:
             try:
                 found += peer_rows(torch, backend, dtype, B, T, a.hs)
             except RuntimeError as e:  # also PyTorch's out of memory
-                print(f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {str(e).splitlines()[0][:80]}")
+                print(
+                    f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {str(e).splitlines()[0][:80]}"
+                )
             torch.cuda.empty_cache()
         path = record([r for r in found if r["kernel"] in PEERS]) or path
         for pas, r in itertools.product(("fwd", "bwd"), found):
@@ -224,7 +271,11 @@ def main():
             line = f"{r['kernel']:17} {dtype}  {pas}  {B:4} {T:6}"
             for field in ("", "_sustained"):
                 ms, rate = r["ms" + field], r["tflops" + field]
-                ours = [o["ms" + field] for o in found if o["pass"] == pas and o["kernel"].startswith("flash_")]
+                ours = [
+                    o["ms" + field]
+                    for o in found
+                    if o["pass"] == pas and o["kernel"].startswith("flash_")
+                ]
                 ratio = f"{ms / min(ours):.2f}" if ours and r["kernel"] in PEERS else ""
                 line += f" | {ms:8.4f} {rate:6.1f} {ratio:>9}"
             print(line + f" | {r['relative_error']:.1e}", flush=True)

@@ -18,6 +18,7 @@ fast ours is at -r 0: above 1, ours wins.
 --llmc PROGRAM is llm.c's train_gpt2cu, built with cuDNN as its README says. It runs on such tokens at -r 0, once for
 each of its -ge 0, 1 and 2. The fastest is recorded, with the milliseconds and the memory that it prints.
 """
+
 import argparse
 import array
 import concurrent.futures
@@ -47,11 +48,22 @@ class Wrong(Exception):
 
 def our_row(model, B, T, recompute):
     """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
+
     def run(*command):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    done, rows = rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}",
-                         "--precision", "bf16", "-r", recompute, run=run)
+    done, rows = rows_of(
+        ROOT / "dev" / "bench_train",
+        "--model",
+        model,
+        "--shapes",
+        f"{B}x{T}",
+        "--precision",
+        "bf16",
+        "-r",
+        recompute,
+        run=run,
+    )
     if done.returncode and re.search("out of memory|the model needs", done.stderr):
         return None
     if done.returncode:
@@ -74,6 +86,7 @@ def training_step(torch, model, batch):
         adam.step()
         adam.zero_grad(set_to_none=True)
         return loss.item()
+
     return train
 
 
@@ -85,13 +98,16 @@ def random_batch(torch, B, T):
 
 def check_losses(losses):
     if not (abs(losses[0] - math.log(V)) < 0.5 and losses[-1] < losses[0]):
-        raise Wrong(f"the loss goes from {losses[0]:g} to {losses[-1]:g}, expected from ln V = {math.log(V):g} down")
+        raise Wrong(
+            f"the loss goes from {losses[0]:g} to {losses[-1]:g}, expected from ln V = {math.log(V):g} down"
+        )
 
 
 def measure(size, backend, B, T):
     """Figures of the peer, from a process that has done nothing else on the GPU."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(1)
     model = torch.compile(gpt2(torch, *size, max(T, MAX_T)).cuda())
@@ -111,8 +127,13 @@ def measure(size, backend, B, T):
         mean_ms(3)
         ms = mean_ms(5)
     free, total = torch.cuda.mem_get_info()
-    return {"gpu": torch.cuda.get_device_name(), "ms": ms, "tok_s": B * T / ms * 1e3,
-            "mem_gib": (total - free) / 2**30, "loss": losses[-1]}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "ms": ms,
+        "tok_s": B * T / ms * 1e3,
+        "mem_gib": (total - free) / 2**30,
+        "loss": losses[-1],
+    }
 
 
 def llmc_figures(program, model, ge, B, T):
@@ -122,8 +143,13 @@ def llmc_figures(program, model, ge, B, T):
         for name in "train.bin", "val.bin":
             write(pathlib.Path(shards, name), [20240520, 1, len(tokens)], tokens)
         options = f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} -x 100000 -r 0"
-        command = [program, *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split()]
-        run = subprocess.Popen(command, cwd=shards, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [
+            program,
+            *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split(),
+        ]
+        run = subprocess.Popen(
+            command, cwd=shards, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         text, warm, ms = "", 0, []
         for line in run.stdout:
             step = re.search(r"^step .* \| loss ([\d.]+) .*\| ([\d.]+) ms \|", line)
@@ -141,7 +167,12 @@ def llmc_figures(program, model, ge, B, T):
         return "out of memory" if "out of memory" in text else f"llm.c says {text[-100:]!r}"
     used = re.search(r"device memory usage: (\d+) MiB", text)
     mean = sum(ms) / len(ms)
-    return {"ms": mean, "tok_s": B * T / mean * 1e3, "mem_gib": int(used[1]) / 1024, "loss": float(step[1])}
+    return {
+        "ms": mean,
+        "tok_s": B * T / mean * 1e3,
+        "mem_gib": int(used[1]) / 1024,
+        "loss": float(step[1]),
+    }
 
 
 def figures_or_reason(*arguments):
@@ -170,8 +201,10 @@ def line(row, ours=None):
     mfu = f"{row['mfu']:.1f}" if row["mfu"] else "n/a"
     ratio = f" {ours['tok_s'] / row['tok_s']:10.2f}" if ours else ""
     attention = row.get("sdpa") or f"{row['attention']}, -r {row['recompute']}"
-    return (f"{row['kernel']:13} {attention:12} {row['B']:4} {row['T']:6} | {row['ms']:9.2f} "
-            f"{row['tok_s']:9.0f} {mfu:>6} {row['mem_gib']:7.2f}{ratio}")
+    return (
+        f"{row['kernel']:13} {attention:12} {row['B']:4} {row['T']:6} | {row['ms']:9.2f} "
+        f"{row['tok_s']:9.0f} {mfu:>6} {row['mem_gib']:7.2f}{ratio}"
+    )
 
 
 def fastest(kernel, model, B, T, ours, tried, **about):
@@ -183,8 +216,24 @@ def fastest(kernel, model, B, T, ours, tried, **about):
             continue
         # The same model on the same GPU: MFU goes with tokens per second.
         mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
-        found.append(results.row("train", kernel=kernel, model=model, dtype="bf16", B=B, T=T, ids="text-like", gpus=1,
-                                 attention="sdpa", sdpa=sdpa, deterministic=False, mfu=mfu, **about, **figures))
+        found.append(
+            results.row(
+                "train",
+                kernel=kernel,
+                model=model,
+                dtype="bf16",
+                B=B,
+                T=T,
+                ids="text-like",
+                gpus=1,
+                attention="sdpa",
+                sdpa=sdpa,
+                deterministic=False,
+                mfu=mfu,
+                **about,
+                **figures,
+            )
+        )
         print(line(found[-1], ours), flush=True)
     return sorted(found, key=itemgetter("ms"))[:1]
 
@@ -199,18 +248,32 @@ def shapes_of(text):
 def main():
     arg = results.arguments(__doc__, "train")
     arg.add_argument("--model", default="d12", choices=SIZES)
-    arg.add_argument("--shapes", default="64x1024,16x1024,4x1024", type=shapes_of,
-                     help="BxT,BxT,… (default: %(default)s)")
-    arg.add_argument("--llmc", type=pathlib.Path, metavar="PROGRAM", default=os.environ.get("LLMC"),
-                     help="llm.c's train_gpt2cu (default: $LLMC; without it llm.c is left out)")
+    arg.add_argument(
+        "--shapes",
+        default="64x1024,16x1024,4x1024",
+        type=shapes_of,
+        help="BxT,BxT,… (default: %(default)s)",
+    )
+    arg.add_argument(
+        "--llmc",
+        type=pathlib.Path,
+        metavar="PROGRAM",
+        default=os.environ.get("LLMC"),
+        help="llm.c's train_gpt2cu (default: $LLMC; without it llm.c is left out)",
+    )
     a = arg.parse_args()
     if a.llmc and not a.llmc.is_file():
-        arg.error(f"--llmc {a.llmc}: no such program: build llm.c's train_gpt2cu as its README says")
+        arg.error(
+            f"--llmc {a.llmc}: no such program: build llm.c's train_gpt2cu as its README says"
+        )
     torch = torch_with_gpu("peers_train.py")
 
     # This process leaves the GPU alone: a context of its own would count in everyone's memory.
-    print(f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "
-          f"{'B':>4} {'T':>6} | {'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}", flush=True)
+    print(
+        f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "
+        f"{'B':>4} {'T':>6} | {'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}",
+        flush=True,
+    )
     path = None
     for B, T in a.shapes:
         rows, ours = [], None
@@ -218,11 +281,26 @@ def main():
             ours = our_row(a.model, B, T, recompute)
             rows += [ours] if ours else []
             name = f"train_gpt2cu  flash, -r {recompute}"
-            print(line(ours) if ours else f"{name:26} {B:4} {T:6} | skipped: out of memory", flush=True)
+            print(
+                line(ours) if ours else f"{name:26} {B:4} {T:6} | skipped: out of memory",
+                flush=True,
+            )
         figures = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
-        rows += fastest("torch_compile", a.model, B, T, ours, figures, cuda=torch.version.cuda, torch=torch.__version__)
+        rows += fastest(
+            "torch_compile",
+            a.model,
+            B,
+            T,
+            ours,
+            figures,
+            cuda=torch.version.cuda,
+            torch=torch.__version__,
+        )
         if a.llmc and rows:
-            figures = ((f"cudnn, -ge {ge}", llmc_figures(a.llmc.resolve(), a.model, ge, B, T)) for ge in range(3))
+            figures = (
+                (f"cudnn, -ge {ge}", llmc_figures(a.llmc.resolve(), a.model, ge, B, T))
+                for ge in range(3)
+            )
             about = {field: rows[0][field] for field in ("gpu", "cuda")}
             rows += fastest("llm.c", a.model, B, T, ours, figures, **about)
         if rows and (a.json or a.out):  # what came before a shape that fails, or is ended, stays

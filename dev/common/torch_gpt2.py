@@ -1,9 +1,15 @@
 """A plain PyTorch GPT-2, and data for it, that scripts/compare_torch.py and dev/bench/peers_train.py compare ours with."""
+
 import array
 import math
 import random
 
-SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}  # L, NH, C
+SIZES = {
+    "d12": (12, 12, 768),
+    "d24": (24, 16, 1024),
+    "d36": (36, 20, 1280),
+    "d48": (48, 25, 1600),
+}  # L, NH, C
 MAX_T, V, VP = 1024, 50257, 50304
 
 
@@ -17,11 +23,18 @@ def gpt2(torch, L, NH, C, max_T, rows=VP):
             super().__init__()
             self.attention = F.scaled_dot_product_attention
             self.ln1, self.qkv, self.attproj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
-            self.ln2, self.fc, self.fcproj = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+            self.ln2, self.fc, self.fcproj = (
+                nn.LayerNorm(C),
+                nn.Linear(C, 4 * C),
+                nn.Linear(4 * C, C),
+            )
 
         def forward(self, x):
             B, T, _ = x.shape
-            q, k, v = (y.view(B, T, NH, C // NH).transpose(1, 2) for y in self.qkv(self.ln1(x)).split(C, dim=2))
+            q, k, v = (
+                y.view(B, T, NH, C // NH).transpose(1, 2)
+                for y in self.qkv(self.ln1(x)).split(C, dim=2)
+            )
             y = self.attention(q, k, v, is_causal=True)
             x = x + self.attproj(y.transpose(1, 2).reshape(B, T, C))
             return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
@@ -38,17 +51,20 @@ def gpt2(torch, L, NH, C, max_T, rows=VP):
                     nn.init.zeros_(p)
 
         def forward(self, tokens, targets):
-            x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+            x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
             for block in self.blocks:
                 x = block(x)
             logits = F.linear(self.lnf(x), self.wte.weight)
             return F.cross_entropy(logits.view(-1, rows).float(), targets.view(-1))
+
     return GPT2()
 
 
 def adamw(torch, params, lr, weight_decay, **more):
-    groups = [{"params": [p for p in params if p.dim() == 2], "weight_decay": weight_decay},
-              {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if p.dim() == 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, **more)
 
 

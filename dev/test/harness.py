@@ -1,6 +1,7 @@
 """The test harness of the Python scripts, dev/common/test.h's twin, and what their tests share. Functions named test_… of the
 main program run in order. One may raise Skip("why"), and one with a parameter gets an empty folder. An argument
 selects by name. The program ends in "N passed, N failed, N skipped". run_tests.sh ends one that takes too long."""
+
 import atexit
 import contextlib
 import importlib
@@ -23,8 +24,9 @@ BYTES = [bytes([byte]) for byte in VISIBLE + [byte for byte in range(256) if byt
 
 
 # What Git LFS leaves in the place of a large file that was not fetched.
-POINTER = (b"version https://git-lfs.github.com/spec/v1\n"
-           b"oid sha256:" + b"0" * 64 + b"\nsize 200001024\n")
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 200001024\n"
+)
 
 
 class Skip(Exception):
@@ -70,15 +72,21 @@ def header(*values):
 def tokenizer_file(tokens, magic=20240328):
     """llm.c's, of a vocabulary of GPT-2's size that begins with these tokens."""
     pieces = [*tokens, *[b""] * (50256 - len(tokens)), b"<|endoftext|>"]
-    return header(magic, 2, 50257, 50256) + b"".join(bytes([len(piece)]) + piece for piece in pieces)
+    return header(magic, 2, 50257, 50256) + b"".join(
+        bytes([len(piece)]) + piece for piece in pieces
+    )
 
 
 def ended(script, *arguments):
     """How main() of a script ends with these arguments, in this process: exit code, stdout, stderr."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = [f"{script}.py", *map(str, arguments)]
-    with (mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-          mock.patch("os._exit", sys.exit)):
+    with (
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch("os._exit", sys.exit),
+    ):
         try:
             importlib.import_module(script).main()
         except SystemExit as end:
@@ -113,9 +121,18 @@ def run(*command, code=0, cwd=ROOT, stdout=subprocess.PIPE, **variables):
     """How a command ended, if with this exit code. Of make's settings and of those for rows it has only `variables`."""
     others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "RUN", "COMMIT", "B")
     env = {name: value for name, value in os.environ.items() if name not in others}
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env={**env, **variables},
-                          stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
-    assert code == done.returncode, f"{command}\n{done.returncode}, not {code}\n{done.stdout}{done.stderr}"
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**env, **variables},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    assert code == done.returncode, (
+        f"{command}\n{done.returncode}, not {code}\n{done.stdout}{done.stderr}"
+    )
     return done
 
 

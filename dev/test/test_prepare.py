@@ -2,6 +2,7 @@
 """Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a small list of merges, and tiktoken's
 own encoder with the pattern of GPT-2's release says what they must write. A folder stands for the Hugging Face hub.
 Run: python3 dev/test/test_prepare.py [part of a name]"""
+
 import errno
 import glob
 import hashlib
@@ -20,8 +21,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import (BYTES, POINTER, ROOT, Skip, built, ended, header, main, need, new_folder,
-                     tokenizer_file, unheard, written)
+from harness import (
+    BYTES,
+    POINTER,
+    ROOT,
+    Skip,
+    built,
+    ended,
+    header,
+    main,
+    need,
+    new_folder,
+    tokenizer_file,
+    unheard,
+    written,
+)
 
 try:
     need("numpy", "tiktoken", "tqdm")
@@ -30,17 +44,57 @@ except Skip as why:
 SEED = int(os.environ.get("SEED", 1))
 END_OF_TEXT = 50256
 PUBLISHED_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LETTERS = ("The ship's crew didn't see it: we'll say they've gone north, I'm sure. "
-           "Twelve sailors sang in 1789, all of them!\n")
-NASTY = ["a", "Zoë", "it's", "we'LL", "12", "...", "<", ">", "|>", "<|", " ", "  ", "\n", "\n\n", "\r\n", "\t",
-         "\u3000", "\u00a0", "\x1c", "\u2028", "日本語", "🙂", "e\u0301", "<|endof", "'", "'s", "don't ", "<p> ", "\n<",
-         ">\n"]
-QUESTIONS = [{"ind": i, "ctx": f"The sailors sang {'all day ' * i}and they", "label": i % 4,
-              "endings": ["gone north.", "didn't see it.", "'ll say 12 🙂.", "sure"]} for i in range(7)]
+LETTERS = (
+    "The ship's crew didn't see it: we'll say they've gone north, I'm sure. "
+    "Twelve sailors sang in 1789, all of them!\n"
+)
+NASTY = [
+    "a",
+    "Zoë",
+    "it's",
+    "we'LL",
+    "12",
+    "...",
+    "<",
+    ">",
+    "|>",
+    "<|",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\t",
+    "\u3000",
+    "\u00a0",
+    "\x1c",
+    "\u2028",
+    "日本語",
+    "🙂",
+    "e\u0301",
+    "<|endof",
+    "'",
+    "'s",
+    "don't ",
+    "<p> ",
+    "\n<",
+    ">\n",
+]
+QUESTIONS = [
+    {
+        "ind": i,
+        "ctx": f"The sailors sang {'all day ' * i}and they",
+        "label": i % 4,
+        "endings": ["gone north.", "didn't see it.", "'ll say 12 🙂.", "sure"],
+    }
+    for i in range(7)
+]
 
 # Merges as vocab.bpe writes them. GPT-2's pattern cuts inside three of them.
-MERGES = ("H i,Ġ t,Ġt h,e r,Ġth er,Ġther e,' s,' t,r e,' re,v e,' ve,' m,l l,' ll,' d,1 x,! x,Ġ Ġ,"
-          "Ġ s,Ġs a,i l,Ġsa il,o r,or s,Ġsail ors,n g,Ġ a,Ġa ll,Ġsa ng,T h,Th e,h e,he y,Ġs h,8 9,a y,Ã «").split(",")
+MERGES = (
+    "H i,Ġ t,Ġt h,e r,Ġth er,Ġther e,' s,' t,r e,' re,v e,' ve,' m,l l,' ll,' d,1 x,! x,Ġ Ġ,"
+    "Ġ s,Ġs a,i l,Ġsa il,o r,or s,Ġsail ors,n g,Ġ a,Ġa ll,Ġsa ng,T h,Th e,h e,he y,Ġs h,8 9,a y,Ã «"
+).split(",")
 MERGED = [merge.replace(" ", "").replace("Ġ", " ").replace("Ã«", "ë").encode() for merge in MERGES]
 RANKS = {token: rank for rank, token in enumerate(BYTES + MERGED)}
 
@@ -50,10 +104,15 @@ for script in ROOT.glob("data/*.py"):
     written(f"data/{script.name}", script.read_bytes())
 sys.path.append(os.path.abspath("data"))
 import prepare
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would pass on that it is ignored
+
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a job in the background would pass on that it is ignored
 FORMATS = ["txt", "jsonl"] + ["parquet"] * bool(importlib.util.find_spec("pyarrow"))
 
-os.environ.update(dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:1"))  # no test may need the network
+os.environ.update(
+    dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:1")
+)  # no test may need the network
 SERVED, asked = Path("served"), []  # the hub's repositories, and what was downloaded from there
 
 
@@ -93,12 +152,20 @@ def run(*command, code=0, says="", script="prepare", ranks=None):
 
 def oracle(ranks=RANKS):
     import tiktoken
-    return tiktoken.Encoding("oracle", pat_str=PUBLISHED_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    return tiktoken.Encoding(
+        "oracle", pat_str=PUBLISHED_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
 
 
 def expected_tokens(documents):
     encode = oracle().encode_ordinary
-    return [token for document in documents if document.strip() for token in (END_OF_TEXT, *encode(document))]
+    return [
+        token
+        for document in documents
+        if document.strip()
+        for token in (END_OF_TEXT, *encode(document))
+    ]
 
 
 def content(name):
@@ -109,14 +176,21 @@ def content(name):
 def check_stream(sources, documents, *options, validation, most=None, of_shard=10**8):
     """Prepares the sources. The shards have so many of the documents' tokens, and of these so many for validation."""
     run(*sources, *options)
-    tokens, expected = expected_tokens(documents)[:most], {"gpt2_tokenizer.bin": tokenizer_file(RANKS)}
+    tokens, expected = (
+        expected_tokens(documents)[:most],
+        {"gpt2_tokenizer.bin": tokenizer_file(RANKS)},
+    )
     for split, part in ("val", tokens[:validation]), ("train", tokens[validation:]):
         for i in range(0, len(part), of_shard):
-            piece = part[i:i + of_shard]
+            piece = part[i : i + of_shard]
             raw = header(20240520, 1, len(piece)) + struct.pack(f"<{len(piece)}H", *piece)
             expected[f"{split}_{len(expected) - 1:06d}.bin"] = raw
     found = content(Path(sources[0]).stem)
-    assert found == expected, (sources, sorted(found), [name for name in found if found[name] != expected.get(name)])
+    assert found == expected, (
+        sources,
+        sorted(found),
+        [name for name in found if found[name] != expected.get(name)],
+    )
 
 
 def some_documents(count=300, seed=SEED):
@@ -133,42 +207,88 @@ def write_documents(path, documents):
     """A file of the format that the end of its name says."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
+
         pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=700)
         return path  # several batches a group
     if path.endswith(".jsonl"):
-        return written(path, "\n\n" + json_lines({"text": document} for document in documents) + "\n")
+        return written(
+            path, "\n\n" + json_lines({"text": document} for document in documents) + "\n"
+        )
     return written(path, "\n<|endoftext|>\n".join(documents))
 
 
 def test_one_stream_of_tokens_in_shards():
-    documents = ["Hi there, Hi~\n\u00e9 x's x't x're x've x'm x'll x'd 1x!x  x", *some_documents(299)]
-    parts = [write_documents(name, documents[100 * i:][:100]) for i, name in enumerate(("1.txt", "2.jsonl", "3.txt"))]
-    tenth = sum(path.stat().st_size for path in parts) // 40  # of the tokens, of about four bytes each, for validation
+    documents = [
+        "Hi there, Hi~\n\u00e9 x's x't x're x've x'm x'll x'd 1x!x  x",
+        *some_documents(299),
+    ]
+    parts = [
+        write_documents(name, documents[100 * i :][:100])
+        for i, name in enumerate(("1.txt", "2.jsonl", "3.txt"))
+    ]
+    tenth = (
+        sum(path.stat().st_size for path in parts) // 40
+    )  # of the tokens, of about four bytes each, for validation
     check_stream(parts, documents, validation=tenth)
     body = written("body.jsonl", json_lines({"body": document} for document in documents))
-    check_stream([body], documents, "--field", "body", "--max-tokens", "1.5e3", "--shard-tokens", "1e3", "--val-tokens",
-                 100, validation=100, most=1500, of_shard=1000)
+    check_stream(
+        [body],
+        documents,
+        "--field",
+        "body",
+        "--max-tokens",
+        "1.5e3",
+        "--shard-tokens",
+        "1e3",
+        "--val-tokens",
+        100,
+        validation=100,
+        most=1500,
+        of_shard=1000,
+    )
     check_stream([written("small.txt", "a b")], ["a b"], validation=1)
     # In JSON <|endoftext|> and a byte order mark are text. Half of a surrogate pair is what tiktoken makes of it.
     texts = ["\ufeffa<|endoftext|>\n", " ", "b\r\n", "日本語"]
-    path = written("json.jsonl", json_lines([{"text": text} for text in [*texts, None]]) + '{"text": "A \\ud800"}')
+    path = written(
+        "json.jsonl",
+        json_lines([{"text": text} for text in [*texts, None]]) + '{"text": "A \\ud800"}',
+    )
     check_stream([path], [*texts, "A \ufffd"], "--val-tokens", 2, validation=2)
     empty = ["", *documents[:9], *["  \n " * 1000] * 2, *documents[9:], ""]  # more than a batch
     for suffix in FORMATS:
         path = write_documents(f"format_{suffix}.{suffix}", empty)
         with mock.patch("prepare.BATCH_BYTES", 3000):
-            check_stream([path], empty, "--shard-tokens", 5000, "--val-tokens", 7001, validation=7001, of_shard=5000)
+            check_stream(
+                [path],
+                empty,
+                "--shard-tokens",
+                5000,
+                "--val-tokens",
+                7001,
+                validation=7001,
+                of_shard=5000,
+            )
 
 
 def test_text_is_cut_where_no_token_changes():
     chance, encoding = random.Random(SEED), prepare.make_encoding(RANKS)
     for trial in range(300):
-        documents = ["".join(chance.choices(NASTY, k=chance.randint(0, 60))) for _ in range(chance.randint(1, 4))]
-        text = chance.choice(["\n<|endoftext|>\n", "\r\n<|endoftext|>\r\n", "\r<|endoftext|>"]).join(documents)
+        documents = [
+            "".join(chance.choices(NASTY, k=chance.randint(0, 60)))
+            for _ in range(chance.randint(1, 4))
+        ]
+        text = chance.choice(
+            ["\n<|endoftext|>\n", "\r\n<|endoftext|>\r\n", "\r<|endoftext|>"]
+        ).join(documents)
         path = written("nasty.txt", chance.choice(["", "\ufeff"]) + text)
         documents = text.split("<|endoftext|>")
-        documents = [re.sub(r"\r?\n\Z", "", d) if i + 1 < len(documents) else d for i, d in enumerate(documents)]
-        expected = expected_tokens([re.sub(r"\A\r?\n", "", d) if i else d for i, d in enumerate(documents)])
+        documents = [
+            re.sub(r"\r?\n\Z", "", d) if i + 1 < len(documents) else d
+            for i, d in enumerate(documents)
+        ]
+        expected = expected_tokens(
+            [re.sub(r"\A\r?\n", "", d) if i else d for i, d in enumerate(documents)]
+        )
         with mock.patch.object(prepare, "BATCH_BYTES", chance.choice([1, 2, 7, 40])):
             batches = list(prepare.read_text(path, SimpleNamespace(sources=[path])))
         found = [token for texts in batches for token in prepare.encode(encoding, texts).tolist()]
@@ -178,30 +298,54 @@ def test_text_is_cut_where_no_token_changes():
 def test_hellaswag_file():
     encode, stream, sizes = oracle().encode_ordinary, [], []
     for i, question in enumerate(QUESTIONS):
-        texts = [encode(text) for text in [question["ctx"]] + [" " + ending for ending in question["endings"]]]
+        texts = [
+            encode(text)
+            for text in [question["ctx"]] + [" " + ending for ending in question["endings"]]
+        ]
         parts = [part for tokens in texts for part in (len(tokens), *tokens)]
         sizes.append(2 * (5 + len(parts)))
         stream += [65535, sizes[-1], i, int(question["label"]), len(question["endings"]), *parts]
     run(written("hellaswag_val.jsonl", json_lines(QUESTIONS)), script="hellaswag")
-    questions = header(20240522, 1, len(QUESTIONS), max(sizes)) + struct.pack(f"<{len(stream)}H", *stream)
-    assert content("hellaswag") == {"hellaswag_val.bin": questions, "gpt2_tokenizer.bin": tokenizer_file(RANKS)}
+    questions = header(20240522, 1, len(QUESTIONS), max(sizes)) + struct.pack(
+        f"<{len(stream)}H", *stream
+    )
+    assert content("hellaswag") == {
+        "hellaswag_val.bin": questions,
+        "gpt2_tokenizer.bin": tokenizer_file(RANKS),
+    }
 
 
 def test_stopped_runs_leave_no_dataset():
     """One thread writes the whole. Two write what is stopped, and then the same again."""
-    options = [write_documents("long.jsonl", some_documents(50000)), "--val-tokens", 1000, "--shard-tokens", 50000]
+    options = [
+        write_documents("long.jsonl", some_documents(50000)),
+        "--val-tokens",
+        1000,
+        "--shard-tokens",
+        50000,
+    ]
     run(*options, "-o", "data/cache/whole", "--jobs", 1)
     again, part = [*options, "-o", "data/cache/again", "--jobs", 2], Path("data/cache/again.part")
     command = list(map(str, [sys.executable, "-u", "data/prepare.py", *again, *ranks_options()]))
-    for most, stop, code, says in ((90000, 0, 1, "too large"), (10**9, signal.SIGINT, 1, "interrupted"),
-                                   (10**9, signal.SIGKILL, -signal.SIGKILL, "")):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    for most, stop, code, says in (
+        (90000, 0, 1, "too large"),
+        (10**9, signal.SIGINT, 1, "interrupted"),
+        (10**9, signal.SIGKILL, -signal.SIGKILL, ""),
+    ):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             process.stdout.readline()  # a shard is there
             run(*again, code=1, says="another run writes there")
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))  # below a shard's size it is a full disk
+            resource.prlimit(
+                process.pid, resource.RLIMIT_FSIZE, (most, most)
+            )  # below a shard's size it is a full disk
             process.send_signal(stop)
             err = process.communicate()[1]
-        assert process.returncode == code and says in err and err.count("\n") == (code == 1), (stop, err)
+        assert process.returncode == code and says in err and err.count("\n") == (code == 1), (
+            stop,
+            err,
+        )
         assert not os.path.exists("data/cache/again") and part.exists() == (code < 0), stop
     written(part / "train_999999.bin", "of other sources")
     run(*again)
@@ -223,7 +367,9 @@ def test_stdout_that_cannot_be_written():
 
 def test_few_batches_are_in_flight():
     begun, done = [], []
-    pool = mock.Mock(submit=lambda _, encoding, i: begun.append(i) or mock.Mock(result=lambda: done.append(i)))
+    pool = mock.Mock(
+        submit=lambda _, encoding, i: begun.append(i) or mock.Mock(result=lambda: done.append(i))
+    )
     for _ in prepare.in_order(pool, range(100), None, 7):
         assert len(begun) - len(done) <= 7, (begun, done)
     assert done == list(range(100)), done
@@ -250,9 +396,13 @@ def test_what_is_on_disk_before_it_has_its_name():
 def test_folders_that_cannot_be_synced():
     """A file system such as CIFS answers with EINVAL. Other errors count, and so do a file's."""
     path, sync = written("network.txt", LETTERS), os.fsync
-    cases = ((True, errno.EINVAL, ""), (True, errno.EIO, "Input/output error"),
-             (False, errno.EINVAL, "Invalid argument"))
+    cases = (
+        (True, errno.EINVAL, ""),
+        (True, errno.EIO, "Input/output error"),
+        (False, errno.EINVAL, "Invalid argument"),
+    )
     for i, (of_folder, number, says) in enumerate(cases):
+
         def fsync(file):
             if os.path.isdir(f"/proc/self/fd/{file}") == of_folder:
                 raise OSError(number, os.strerror(number))
@@ -275,9 +425,11 @@ def test_datasets_of_the_hub():
     run("fineweb10B", code=1, says="HuggingFaceFW/fineweb: ")
     for size in ("10B", "100B") if "parquet" in FORMATS else ():
         written(f"served/HuggingFaceFW/fineweb/sample/{size}T/README.md", size)
-        parts = [[size, *documents[100 * i:][:100]] for i in range(3)]
+        parts = [[size, *documents[100 * i :][:100]] for i in range(3)]
         for i, part in enumerate(parts):
-            write_documents(f"served/HuggingFaceFW/fineweb/sample/{size}T/00{i}_00000.parquet", part)
+            write_documents(
+                f"served/HuggingFaceFW/fineweb/sample/{size}T/00{i}_00000.parquet", part
+            )
         check_stream([f"fineweb{size}"], sum(parts, []), "--val-tokens", 50, validation=50)
 
 
@@ -286,13 +438,28 @@ def test_downloads_by_address():
     text = "First:\nHe sang.\n\nSecond:\nNo, I sang\nall day.\n\n" * 20 + "First:\nSure.\n"
     path = written("at/input.txt", text).absolute()
     run("tinyshakespeare", code=1, says="input.txt: cannot download")
-    with mock.patch("prepare.SHAKESPEARE", (f"file://{path}", hashlib.sha256(text.encode()).hexdigest())):
-        check_stream(["tinyshakespeare"], re.findall(r"(?s).+?(?:\n\n|\Z)", text), "--val-tokens", 50, validation=50)
+    with mock.patch(
+        "prepare.SHAKESPEARE", (f"file://{path}", hashlib.sha256(text.encode()).hexdigest())
+    ):
+        check_stream(
+            ["tinyshakespeare"],
+            re.findall(r"(?s).+?(?:\n\n|\Z)", text),
+            "--val-tokens",
+            50,
+            validation=50,
+        )
         path.unlink()  # it is not asked for again
         run("tinyshakespeare", "-o", "again", "--val-tokens", 50)
         written("data/cache/download/input.txt", text[:-1])
         run("tinyshakespeare", "-o", "cut", code=1, says="input.txt: wrong SHA-256")
-    run("val", "-o", "away/h.bin", script="hellaswag", code=1, says="hellaswag_val.jsonl: cannot download")
+    run(
+        "val",
+        "-o",
+        "away/h.bin",
+        script="hellaswag",
+        code=1,
+        says="hellaswag_val.jsonl: cannot download",
+    )
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR="no_cache"):
         run(written("a.txt", LETTERS), ranks=[], code=1, says="--ranks")
 
@@ -301,37 +468,90 @@ def test_wrong_input():
     """A line has a file, what stands in it, and what the one line of the error contains behind the file's name."""
     good, many = '{"text": "good"}\n', b"good \n" * 300000
     cases = [
-        ("a.txt", b"good \xff bad", "invalid UTF-8 at offset 5"), ("a.txt", b"good \xe2\x82", "UTF-8 at offset 5"),
-        ("a.txt", many + b"\xe2\x28", "UTF-8 at offset 1800000"), ("a.txt", many + b"\0", "NUL byte at offset 1800000"),
-        ("a.txt", "a" + " " * 3000000, "white spaces"), ("errors", "a", "no tokens left to train on"),
-        ("errors", "", "no tokens left to train on"), ("a.jsonl", "[1]\n", "object at offset 0"),
+        ("a.txt", b"good \xff bad", "invalid UTF-8 at offset 5"),
+        ("a.txt", b"good \xe2\x82", "UTF-8 at offset 5"),
+        ("a.txt", many + b"\xe2\x28", "UTF-8 at offset 1800000"),
+        ("a.txt", many + b"\0", "NUL byte at offset 1800000"),
+        ("a.txt", "a" + " " * 3000000, "white spaces"),
+        ("errors", "a", "no tokens left to train on"),
+        ("errors", "", "no tokens left to train on"),
+        ("a.jsonl", "[1]\n", "object at offset 0"),
         ("a.jsonl", good.encode() + b'{"text": "\xff"}\n', "no JSON in UTF-8 at offset 17"),
-        ("a.jsonl", good + '{"text": \n', "at offset 17"), ("a.jsonl", good + "[" * 100000, "at offset 17"),
+        ("a.jsonl", good + '{"text": \n', "at offset 17"),
+        ("a.jsonl", good + "[" * 100000, "at offset 17"),
         ("a.jsonl", good + '{"body": 1}\n', "object at offset 17"),
         ("a.jsonl", good + '{"text": 1}\n', "object at offset 17"),
-        ("hella.jsonl", "", "no examples"), ("hella.jsonl", "[1]\n", "example at offset 0"),
+        ("hella.jsonl", "", "no examples"),
+        ("hella.jsonl", "[1]\n", "example at offset 0"),
         ("hella.jsonl", '{"ctx": "a", "endings": [""], "label": 0}\n' * 65537, "65536 examples"),
     ]
-    for change in ({"label": 4}, {"label": ""}, {"label": None}, {"endings": None}, {"endings": "abcd"}, {"ctx": ""},
-                   {"endings": [None] * 4}, {"endings": ["a"] * 65}, {"ctx": None}, {"ctx": " " * 10**6},
-                   {"ctx": "! " * 40000}):
+    for change in (
+        {"label": 4},
+        {"label": ""},
+        {"label": None},
+        {"endings": None},
+        {"endings": "abcd"},
+        {"ctx": ""},
+        {"endings": [None] * 4},
+        {"endings": ["a"] * 65},
+        {"ctx": None},
+        {"ctx": " " * 10**6},
+        {"ctx": "! " * 40000},
+    ):
         second = len(json_lines(QUESTIONS[:1]).encode())
-        cases.append(("hella.jsonl", json_lines([QUESTIONS[0], QUESTIONS[0] | change]), f"example at offset {second}"))
+        cases.append(
+            (
+                "hella.jsonl",
+                json_lines([QUESTIONS[0], QUESTIONS[0] | change]),
+                f"example at offset {second}",
+            )
+        )
     if "parquet" in FORMATS:
         raw = Path(write_documents("a.parquet", some_documents(9))).read_bytes()
-        cases += [("a.parquet", "PAR1 no", "damaged"), ("a.parquet", raw[:4] + bytes(300) + raw[304:], "damaged"),
-                  ("a.parquet", Path(write_documents("a.parquet", [1, 2])).read_bytes(), "no text in the field 'text'")]
+        cases += [
+            ("a.parquet", "PAR1 no", "damaged"),
+            ("a.parquet", raw[:4] + bytes(300) + raw[304:], "damaged"),
+            (
+                "a.parquet",
+                Path(write_documents("a.parquet", [1, 2])).read_bytes(),
+                "no text in the field 'text'",
+            ),
+        ]
     for name, raw, says in cases:
-        script, to = ("hellaswag", ["errors/h.bin"]) if "hella" in name else ("prepare", ["errors", "--val-tokens", 2])
+        script, to = (
+            ("hellaswag", ["errors/h.bin"])
+            if "hella" in name
+            else ("prepare", ["errors", "--val-tokens", 2])
+        )
         path = written("a.txt" if name == "errors" else name, raw)
         assert says in run(path, "-o", *to, script=script, code=1, says=f"{name}: "), (name, says)
         assert not glob.glob("errors*"), name
-    many = [chr(33 + i // 8836) + " " + chr(33 + i // 94 % 94) + chr(33 + i % 94) for i in range(50001)]
-    for name, merges in ("many", many), ("twice", ["a b", "a b"]), ("long", ["a" * 256]), ("foreign", ["🙂 a"]):
+    many = [
+        chr(33 + i // 8836) + " " + chr(33 + i // 94 % 94) + chr(33 + i % 94) for i in range(50001)
+    ]
+    for name, merges in (
+        ("many", many),
+        ("twice", ["a b", "a b"]),
+        ("long", ["a" * 256]),
+        ("foreign", ["🙂 a"]),
+    ):
         advice = "damaged" if name == "foreign" else "expected at most 50256 different tokens"
-        run("a.txt", code=1, says=f"{name}.bpe: {advice}", ranks=ranks_options(merges, f"{name}.bpe"))
+        run(
+            "a.txt",
+            code=1,
+            says=f"{name}.bpe: {advice}",
+            ranks=ranks_options(merges, f"{name}.bpe"),
+        )
     run("a.txt", code=1, says="vocab.bpe: wrong SHA-256", ranks=ranks_options()[:2])
-    run(written("a.txt", LETTERS), "--val-tokens", 9, "--max-tokens", 5, code=1, says="found 5, and 9 go to validation")
+    run(
+        written("a.txt", LETTERS),
+        "--val-tokens",
+        9,
+        "--max-tokens",
+        5,
+        code=1,
+        says="found 5, and 9 go to validation",
+    )
 
 
 def test_pointers_of_git_lfs():
@@ -350,17 +570,27 @@ def test_wrong_commands():
     for there in "data", "link":
         run("none.txt", "-o", there, code=1, says=f"{there}: exists already")
     for command, code, says in (
-            ("", 2, "SOURCE"), ("book.pdf", 2, "book.pdf"), ("tinystories a.txt", 2, "tinystories"),
-            ("none.txt", 1, "none.txt"), ("a.txt --shard-tokens 0", 2, "--shard-tokens"),
-            ("a.txt --shard-tokens 3e9", 2, "--shard-tokens"), ("a.txt --max-tokens inf", 2, "--max-tokens"),
-            ("a.txt --val-tokens some", 2, "--val-tokens"), ("a.txt --jobs 0", 2, "--jobs")):
+        ("", 2, "SOURCE"),
+        ("book.pdf", 2, "book.pdf"),
+        ("tinystories a.txt", 2, "tinystories"),
+        ("none.txt", 1, "none.txt"),
+        ("a.txt --shard-tokens 0", 2, "--shard-tokens"),
+        ("a.txt --shard-tokens 3e9", 2, "--shard-tokens"),
+        ("a.txt --max-tokens inf", 2, "--max-tokens"),
+        ("a.txt --val-tokens some", 2, "--val-tokens"),
+        ("a.txt --jobs 0", 2, "--jobs"),
+    ):
         run(*command.split(), code=code, says=says)
     run("a.csv", script="hellaswag", code=2, says="a.csv")
 
 
 def test_printed_command():
-    command = run(written("printed.txt", LETTERS), "-o", folder := "it's [1] $x *").split("next: ")[1]
-    words = subprocess.run(["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True).stdout.split("\0")
+    command = run(written("printed.txt", LETTERS), "-o", folder := "it's [1] $x *").split("next: ")[
+        1
+    ]
+    words = subprocess.run(
+        ["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True
+    ).stdout.split("\0")
     for option, name in ("-i", "train_000001.bin"), ("-j", "val_000000.bin"):
         assert glob.glob(words[words.index(option) + 1]) == [f"{folder}/{name}"], words
     assert Path(words[words.index("--tokenizer") + 1]).exists(), words
@@ -378,11 +608,20 @@ def test_trainer_encodes_as_tiktoken():
     with mock.patch("tiktoken.get_encoding", lambda name: oracle(ranks)):
         assert prepare.load_ranks(SimpleNamespace(ranks=None)) == ranks
     prepare.write_tokenizer(Path("pairs.bin"), ranks)
-    characters = [chr(c) for c in (*range(0xD800), *range(0xE000, 0x33500), *range(0xE0000, 0xE0200), 0x10FFFF)]
+    characters = [
+        chr(c)
+        for c in (*range(0xD800), *range(0xE000, 0x33500), *range(0xE0000, 0xE0200), 0x10FFFF)
+    ]
     text = "".join(f"{c}a {c}1{c}! {c}{c}\n" for c in characters)
-    text += "".join(chance.choice(NASTY if chance.random() < 0.7 else characters) for _ in range(100000))
-    found = subprocess.check_output([built("dev/encode"), "pairs.bin", written("nasty.txt", text)]).split()
-    for i, (id, expected) in enumerate(zip(map(int, found), oracle(ranks).encode_ordinary(text), strict=True)):
+    text += "".join(
+        chance.choice(NASTY if chance.random() < 0.7 else characters) for _ in range(100000)
+    )
+    found = subprocess.check_output(
+        [built("dev/encode"), "pairs.bin", written("nasty.txt", text)]
+    ).split()
+    for i, (id, expected) in enumerate(
+        zip(map(int, found), oracle(ranks).encode_ordinary(text), strict=True)
+    ):
         assert id == expected, f"seed {SEED}, token {i}: {id}, tiktoken has {expected}"
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Commands and links in the READMEs. The trainer's commands run, with small inputs and on the CPU."""
+
 import functools
 import re
 import shlex
@@ -8,14 +9,27 @@ from pathlib import Path
 
 from harness import ROOT, built, header, main, run, written
 
-TEXTS = {path: path.read_text() for path in ROOT.rglob("*.md")
-         if not {"build", "CHANGELOG.md"} & set(path.relative_to(ROOT).parts)}
+TEXTS = {
+    path: path.read_text()
+    for path in ROOT.rglob("*.md")
+    if not {"build", "CHANGELOG.md"} & set(path.relative_to(ROOT).parts)
+}
 
 
 def commands(*shown):
     """The words of each command that stands in these, regular expressions, without its comment, each once."""
-    found = [text for pattern in shown for page in TEXTS.values() for text in re.findall(pattern, page, re.S | re.M)]
-    parts = [part.strip() for text in found for line in text.splitlines() for part in line.split("  #")[0].split("&&")]
+    found = [
+        text
+        for pattern in shown
+        for page in TEXTS.values()
+        for text in re.findall(pattern, page, re.S | re.M)
+    ]
+    parts = [
+        part.strip()
+        for text in found
+        for line in text.splitlines()
+        for part in line.split("  #")[0].split("&&")
+    ]
     is_command = re.compile(r"(make|python3|torchrun|ncu|\./\S+|scripts/\S+)( |$)")
     return [shlex.split(part) for part in dict.fromkeys(parts) if is_command.match(part)]
 
@@ -26,17 +40,29 @@ ALL = commands(r"^```\n(.*?)^```", r"`([^`\n]+)`")
 
 def inputs(folder):
     """All files that commands name, made small: by name, the path that takes its place."""
-    written(folder / "book.txt", "It was a dark and stormy night; the rain fell in torrents.\n" * 100)
+    written(
+        folder / "book.txt", "It was a dark and stormy night; the rain fell in torrents.\n" * 100
+    )
     for name in "train_1", "train_2", "val_1":
         tokens = struct.pack("<5000H", *(i * 7 % 250 for i in range(5000)))
         written(folder / f"{name}.bin", header(20240520, 1, 5000) + tokens)
     single_bytes = b"".join(bytes([1, byte]) for byte in range(256))
-    written(folder / "tokenizer.bin", header(20240328, 2, 257, 256) + single_bytes + b"\x0d<|endoftext|>")
-    question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)  # with two endings
+    written(
+        folder / "tokenizer.bin",
+        header(20240328, 2, 257, 256) + single_bytes + b"\x0d<|endoftext|>",
+    )
+    question = struct.pack(
+        "<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115
+    )  # with two endings
     written(folder / "questions.bin", header(20240522, 1, 1, len(question)) + question)
-    others = {"gpt2.bin": "run1/model_00000002.bin", "gpt2_124M_bf16.bin": "run1/model_00000002.bin",
-              "gpt2_tokenizer.bin": "tokenizer.bin", "hellaswag_val.bin": "questions.bin",
-              "data/train_*.bin": "train_*.bin", "data/val_*.bin": "val_*.bin"}
+    others = {
+        "gpt2.bin": "run1/model_00000002.bin",
+        "gpt2_124M_bf16.bin": "run1/model_00000002.bin",
+        "gpt2_tokenizer.bin": "tokenizer.bin",
+        "hellaswag_val.bin": "questions.bin",
+        "data/train_*.bin": "train_*.bin",
+        "data/val_*.bin": "val_*.bin",
+    }
     same = ["book.txt", "run1", "run2", "run3", "run4", "run5"]
     return {name: f"{folder}/{path}" for name, path in [*others.items(), *zip(same, same)]}
 
@@ -50,7 +76,7 @@ def test_trainers_commands(tmp):
         if "./train_gpt2cu" not in command or command[0] == "make":
             continue
         words = [paths.get(word, word) for word in command]
-        words = words[words.index("./train_gpt2cu"):]
+        words = words[words.index("./train_gpt2cu") :]
         if "--gpus" in words:  # of which a CPU has none
             words[0] = "./dev/train_threads"
         small = {"--device": "cpu", "-t": "64"}
@@ -68,7 +94,7 @@ def test_trainers_commands(tmp):
             small["--precision"] = "fp32"  # what a CPU has
         for option in small.keys() & set(words):  # it may not be given twice
             at = words.index(option)
-            del words[at:at + 2]
+            del words[at : at + 2]
         run(*words, *sum(small.items(), ()))
 
 
@@ -77,8 +103,11 @@ def options_of(program):
     """Those of a tool in Python, where no library is installed (-S), or those in the source of one that needs a GPU."""
     if program.endswith(".py"):
         return re.findall(r"--[a-z-]+", run("python3", "-S", program, "--help").stdout)
-    source, = (path.read_text() for path in (ROOT / "dev").glob(f"*/{Path(program).name}.cu"))
-    headers = [(ROOT / name).read_text() for name in ["dev/common/bench.h", *re.findall(r'#include "(dev/.*)"', source)]]
+    (source,) = (path.read_text() for path in (ROOT / "dev").glob(f"*/{Path(program).name}.cu"))
+    headers = [
+        (ROOT / name).read_text()
+        for name in ["dev/common/bench.h", *re.findall(r'#include "(dev/.*)"', source)]
+    ]
     return re.findall(r'\{"(--[a-z0-9-]+)", "', "".join([source, *headers]))
 
 
@@ -87,15 +116,23 @@ def test_other_commands_name_what_exists():
     makefile, checked = (ROOT / "Makefile").read_text(), 0
     for words in ALL:
         for target in words[1:] if words[0] == "make" else ():
-            has_source = target.startswith("dev/") and any((ROOT / "dev").glob(f"*/{Path(target).name}.c*"))
+            has_source = target.startswith("dev/") and any(
+                (ROOT / "dev").glob(f"*/{Path(target).name}.c*")
+            )
             known = has_source or re.search(rf"^{re.escape(target)}:", makefile, re.M)
             assert known or re.match(r"-|.*=|build/.*\.o$", target), f"no target {target}"
-        scripts = [word for word in words[:2] if re.match(r"(data|dev/\w+|scripts)/\w+\.(py|sh)$", word)]
+        scripts = [
+            word for word in words[:2] if re.match(r"(data|dev/\w+|scripts)/\w+\.(py|sh)$", word)
+        ]
         assert all((ROOT / script).exists() for script in scripts), words
         benches = [word for word in words if re.match(r"\./dev/(bench_|accuracy|study_)", word)]
-        for program in [script for script in scripts if re.search(r"/(?!test_)\w+\.py", script)] + benches:
-            after = words[words.index(program) + 1:]
-            assert {word for word in after if word.startswith("--")} <= set(options_of(program)), words
+        for program in [
+            script for script in scripts if re.search(r"/(?!test_)\w+\.py", script)
+        ] + benches:
+            after = words[words.index(program) + 1 :]
+            assert {word for word in after if word.startswith("--")} <= set(options_of(program)), (
+                words
+            )
             checked += 1
     assert checked > 20, checked
 

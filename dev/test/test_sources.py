@@ -5,6 +5,7 @@ A name has one meaning in a program, so what no header declares is static or in 
 define a type, template or inline function of the same name, no linker reports which of them runs. And includes form a
 tree of rooms, so that a reader can stop at any of them.
 """
+
 import graphlib
 import re
 from pathlib import Path
@@ -12,15 +13,29 @@ from pathlib import Path
 from harness import ROOT, main, run
 
 # Every room of the program, and the rooms that its files may include besides it. A room stands behind all of these.
-ROOMS = {"common": "", "cuda": "common", "data": "common", "layers/sm90": "common cuda",
-         "attention": "common cuda data", "attention/ring": "common cuda attention",
-         "layers": "common cuda layers/sm90 data attention", "layers/cpu": "common data attention attention/ring",
-         "parallel": "common cuda data layers layers/cpu", "run": "common cuda data attention layers parallel",
-         ".": "common parallel layers/cpu layers attention attention/ring run"}
-FILES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-         for room in ROOMS for path in sorted((ROOT / room).iterdir()) if path.suffix in (".h", ".cuh", ".cu", ".cpp")}
+ROOMS = {
+    "common": "",
+    "cuda": "common",
+    "data": "common",
+    "layers/sm90": "common cuda",
+    "attention": "common cuda data",
+    "attention/ring": "common cuda attention",
+    "layers": "common cuda layers/sm90 data attention",
+    "layers/cpu": "common data attention attention/ring",
+    "parallel": "common cuda data layers layers/cpu",
+    "run": "common cuda data attention layers parallel",
+    ".": "common parallel layers/cpu layers attention attention/ring run",
+}
+FILES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for room in ROOMS
+    for path in sorted((ROOT / room).iterdir())
+    if path.suffix in (".h", ".cuh", ".cu", ".cpp")
+}
 HEADERS = {name: text for name, text in FILES.items() if name.endswith("h")}
-SOURCES = {name: text for name, text in FILES.items() if name not in HEADERS and "/" in name}  # not the program's own
+SOURCES = {
+    name: text for name, text in FILES.items() if name not in HEADERS and "/" in name
+}  # not the program's own
 DECLARED = set(re.findall(r"\w+", re.sub(r"//[^\n]*", "", "\n".join(HEADERS.values()))))
 
 
@@ -38,8 +53,12 @@ def test_what_no_header_declares_is_static_or_in_an_unnamed_namespace():
         outside = re.sub(r"^namespace \{$.*?^\}  // namespace$", "", text, flags=re.S | re.M)
         everywhere, outside = (re.sub("//.*", "", part) for part in (text, outside))
         found += len(defined.findall(everywhere))
-        names = {"".join(match).split("::")[0] for match in defined.findall(outside)}  # of a member, its class
-        assert names <= DECLARED - {"__global__"}, f"{name}: neither static nor declared: {names - DECLARED}"
+        names = {
+            "".join(match).split("::")[0] for match in defined.findall(outside)
+        }  # of a member, its class
+        assert names <= DECLARED - {"__global__"}, (
+            f"{name}: neither static nor declared: {names - DECLARED}"
+        )
     assert found > 300, found
 
 
@@ -52,11 +71,20 @@ def test_includes_form_a_tree():
     for name, text in FILES.items():
         room = str(Path(name).parent)
         for header in included(text):
-            assert str(Path(header).parent) in (room, *ROOMS[room].split()), f"{name} includes {header}"
-    graphlib.TopologicalSorter({name: included(text) for name, text in HEADERS.items()}).prepare()  # no circle
-    linked = re.findall(r"build/(\S+)\.o", run("make", "-n", "-B", "train_gpt2cu", "MAKEFLAGS=").stdout)
+            assert str(Path(header).parent) in (room, *ROOMS[room].split()), (
+                f"{name} includes {header}"
+            )
+    graphlib.TopologicalSorter(
+        {name: included(text) for name, text in HEADERS.items()}
+    ).prepare()  # no circle
+    linked = re.findall(
+        r"build/(\S+)\.o", run("make", "-n", "-B", "train_gpt2cu", "MAKEFLAGS=").stdout
+    )
     rooms = {str(Path(name).parent) for name in linked}
-    assert rooms == {str(Path(name).parent) for name in [*SOURCES, "train_gpt2.cu"]} and len(linked) > 40, rooms
+    assert (
+        rooms == {str(Path(name).parent) for name in [*SOURCES, "train_gpt2.cu"]}
+        and len(linked) > 40
+    ), rooms
 
 
 if __name__ == "__main__":

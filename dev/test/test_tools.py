@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Tests of the scripts, of what make chooses, and of what runs tests and measurements.
 
-    make train_gpt2cu && python3 dev/test/test_tools.py [part of a test's name]
+make train_gpt2cu && python3 dev/test/test_tools.py [part of a test's name]
 """
+
 import contextlib
 import io
 import json
@@ -16,8 +17,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import (POINTER, ROOT, Skip, built, ended, executable, main, need, run, succeeds,
-                     unheard, unread_pipe, written)
+from harness import (
+    POINTER,
+    ROOT,
+    Skip,
+    built,
+    ended,
+    executable,
+    main,
+    need,
+    run,
+    succeeds,
+    unheard,
+    unread_pipe,
+    written,
+)
 
 SCRIPTS = ROOT / "scripts"
 refused = unittest.TestCase().assertRaisesRegex
@@ -43,9 +57,12 @@ def before_others(folder, programs):
 # ----------------------------------------------------------------------------------------------------------------------
 # What all tools have in common
 
-TOOLS = [path for folder in ("data", "dev/bench", "scripts")
-         for path in sorted((ROOT / folder).glob("*.py"))
-         if "parse_args()" in path.read_text() and not path.name.startswith("test_")]
+TOOLS = [
+    path
+    for folder in ("data", "dev/bench", "scripts")
+    for path in sorted((ROOT / folder).glob("*.py"))
+    if "parse_args()" in path.read_text() and not path.name.startswith("test_")
+]
 
 
 def test_help_of_every_tool():
@@ -59,14 +76,18 @@ def test_help_of_every_tool():
 
 def test_work_whose_errors_nobody_reads(tmp):
     """As under 2>&1 | head. A library's progress on stderr ends no work either."""
+
     @results.check_stdout()
     def work():
         print("on stderr", file=sys.stderr, flush=True)
         print("on stdout", flush=True)
         written(tmp / "done", "")
 
-    with (unread_pipe() as out, unread_pipe() as err,
-          mock.patch.multiple(sys, stdout=out, stderr=err)):
+    with (
+        unread_pipe() as out,
+        unread_pipe() as err,
+        mock.patch.multiple(sys, stdout=out, stderr=err),
+    ):
         with refused(SystemExit, "stdout"):
             work()
     assert (tmp / "done").exists()
@@ -75,6 +96,7 @@ def test_work_whose_errors_nobody_reads(tmp):
 def test_work_whose_messages_nobody_reads(tmp):
     """The trainer that a script starts comes to its end, and so does the script: rows are there."""
     import default_run
+
     write_log(tmp / "run")
     executable(tmp / "train_gpt2cu", f"echo first line && echo >done && cp {tmp}/run/log.jsonl $2")
     argv = mock.patch.object(sys, "argv", ["default_run.py"])
@@ -89,14 +111,36 @@ def test_work_whose_messages_nobody_reads(tmp):
 # ----------------------------------------------------------------------------------------------------------------------
 # Logs of runs
 
+
 def write_log(folder):
-    rows = [{"kind": "run", "device": "GPU A", "tokens_per_step": 32, "floor_nats": 1.5, "steps": 3,
-             "B": 8, "T": 4, "precision": "bf16"}]
-    rows += [{"kind": "train", "step": i, "loss_nats": 9 / i, "grad_norm": 7 + i, "lr": i / 4, "tokens_per_s": 100 + i}
-             for i in (1, 2, 3)]
+    rows = [
+        {
+            "kind": "run",
+            "device": "GPU A",
+            "tokens_per_step": 32,
+            "floor_nats": 1.5,
+            "steps": 3,
+            "B": 8,
+            "T": 4,
+            "precision": "bf16",
+        }
+    ]
+    rows += [
+        {
+            "kind": "train",
+            "step": i,
+            "loss_nats": 9 / i,
+            "grad_norm": 7 + i,
+            "lr": i / 4,
+            "tokens_per_s": 100 + i,
+        }
+        for i in (1, 2, 3)
+    ]
     for step in 2, 3:
-        rows += [{"kind": "val", "step": step, "loss_nats": 4 + step, "floor_nats": 1.5},
-                 {"kind": "sample", "step": step, "text": f"Once\nupon {step}"}]
+        rows += [
+            {"kind": "val", "step": step, "loss_nats": 4 + step, "floor_nats": 1.5},
+            {"kind": "sample", "step": step, "text": f"Once\nupon {step}"},
+        ]
     written(folder / "log.jsonl", jsonl(rows))
     return folder
 
@@ -107,8 +151,14 @@ def test_logs_that_cannot_be_read(tmp):
     for cut in b'{"kind": "tra', '{"kind": "sample", "text": "ë'.encode()[:-1]:
         written(path, good.encode() + cut)
         assert [r["loss_nats"] for r in results.read_log(tmp)["train"]] == [9, 4.5, 3]
-    for bad in ("{oops", "", "\xff", '{"step": 2}', '{"kind": "val", "step": 2}',
-                '{"kind": "val", "step": 2, "loss_nats": ""}'):
+    for bad in (
+        "{oops",
+        "",
+        "\xff",
+        '{"step": 2}',
+        '{"kind": "val", "step": 2}',
+        '{"kind": "val", "step": 2, "loss_nats": ""}',
+    ):
         for rest in "", good:
             written(path, f"{good}{bad}\n{rest}".encode("latin-1"))
             with refused(SystemExit, "log.jsonl:9: "):
@@ -157,6 +207,7 @@ def test_plot_of_a_run_that_diverged(tmp):
 def test_samples_of_the_default_run(tmp):
     """Each has the validation loss of its own step."""
     import default_run
+
     samples = default_run.samples(results.read_log(write_log(tmp)))
     found = [(row["step"], row["val_loss_nats"], row["text"][-1]) for row in samples]
     assert found == [(2, 6, "2"), (3, 7, "3")], samples
@@ -175,13 +226,22 @@ def test_names_of_runs_in_a_plot(tmp):
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of results, and tables
 
+
 def test_rows_that_tables_show(tmp):
     """Those of the newest run, and never any of changed sources."""
     need("pandas")
     import tables
 
     def shown(*rows, apart=(), **where):
-        row = {"gpu": "A", "commit": "a", "dirty": False, "run": "1", "date": "2030", "T": 1, "ms": 1}
+        row = {
+            "gpu": "A",
+            "commit": "a",
+            "dirty": False,
+            "run": "1",
+            "date": "2030",
+            "T": 1,
+            "ms": 1,
+        }
         path = written(tmp / "rows.jsonl", jsonl({**row, **fields} for fields in rows))
         found = tables.newest_rows(path, where, list(apart))
         return [row["ms"] for row in found.to_dict("records")]
@@ -204,15 +264,32 @@ def test_tables_are_those_of_dev_results():
 def test_stale_tables(tmp):
     """They are named, and written only without --check. Each GPU has a table of its own."""
     need("pandas", "matplotlib")
-    measured = {"dirty": False, "commit": "0123456789ab", "run": "1", "date": "2030-01-02T03:04:05Z",
-                "driver": "5", "cuda": "13", "model": "d12", "B": 8}
+    measured = {
+        "dirty": False,
+        "commit": "0123456789ab",
+        "run": "1",
+        "date": "2030-01-02T03:04:05Z",
+        "driver": "5",
+        "cuda": "13",
+        "model": "d12",
+        "B": 8,
+    }
     for gpu in "A", "B":
         random = {**measured, "gpu": gpu, "what": "random", "seconds": 2.3, "read_seconds": 0.0}
         resumed = {**random, "what": "resumed", "seconds": 4.5, "read_seconds": 1.2}
         written(tmp / gpu / "start.jsonl", jsonl([random, resumed]))
     losses = {**measured, "gpu": "A", "what": "losses", "gpus": 2, "zero": 1, "apart": 2e-5}
-    speed = {**losses, "what": "speed", "dtype": "bf16", "T": 1024, "ms": 4.5, "ms_side_by_side": 4.25,
-             "tok_s": 5e5, "of_linear": 0.95, "gib": 7.75}
+    speed = {
+        **losses,
+        "what": "speed",
+        "dtype": "bf16",
+        "T": 1024,
+        "ms": 4.5,
+        "ms_side_by_side": 4.25,
+        "tok_s": 5e5,
+        "of_linear": 0.95,
+        "gib": 7.75,
+    }
     del speed["apart"]
     written(tmp / "A" / "scaling.jsonl", jsonl([losses, speed]))
 
@@ -238,12 +315,25 @@ def test_rows_name_the_sources(tmp):
     """A change of any source makes it dirty, of a text or a result not. Without git COMMIT says what it is."""
     script = executable(tmp / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
     written(tmp / "a.cu", "1")
-    run("sh", "-c", "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first", cwd=tmp)
-    for name, state in ("a.md", "clean"), ("dev/results/a.py", "clean"), ("Makefile", "dirty"), ("a.cu", "dirty"):
+    run(
+        "sh",
+        "-c",
+        "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first",
+        cwd=tmp,
+    )
+    for name, state in (
+        ("a.md", "clean"),
+        ("dev/results/a.py", "clean"),
+        ("Makefile", "dirty"),
+        ("a.cu", "dirty"),
+    ):
         written(tmp / name, "2")
         assert re.fullmatch(rf"\w{{12}} {state}\n", run(script).stdout), name
     shutil.rmtree(tmp / ".git")  # a copy
-    assert run(script, COMMIT="abc").stdout == "abc clean\n" and run(script).stdout == "unknown dirty\n"
+    assert (
+        run(script, COMMIT="abc").stdout == "abc clean\n"
+        and run(script).stdout == "unknown dirty\n"
+    )
     results.tree.cache_clear()
     with mock.patch.object(results, "output_of", lambda *command: "abc dirty"):
         assert results.row("x", "GPU A")["dirty"]
@@ -259,7 +349,11 @@ def test_rows_name_no_other_sources(tmp):
         run("sh", "-c", commit, cwd=folder)
     clean = run("git", "rev-parse", "--short=12", "HEAD", cwd=ours).stdout.strip() + " clean\n"
     assert run(script).stdout == clean
-    for name, value in ("GIT_DIR", tmp / ".git"), ("GIT_WORK_TREE", tmp), ("GIT_INDEX_FILE", tmp / "none"):
+    for name, value in (
+        ("GIT_DIR", tmp / ".git"),
+        ("GIT_WORK_TREE", tmp),
+        ("GIT_INDEX_FILE", tmp / "none"),
+    ):
         assert run(script, **{name: str(value)}).stdout == clean, name
     assert run(script, COMMIT="abc", GIT_TEST_ASSUME_DIFFERENT_OWNER="1").stdout == unknown
     (tmp / "tools").mkdir()  # without git
@@ -277,13 +371,28 @@ def test_rows_name_no_other_sources(tmp):
 # ----------------------------------------------------------------------------------------------------------------------
 # Comparisons with PyTorch and between numbers of GPUs
 
+
 def test_losses_beside_pytorch():
     """What scripts/compare_torch.py makes of the losses. PyTorch's side needs PyTorch."""
     from compare_torch import judge, trainer_options
-    a = SimpleNamespace(B=3, T=128, steps=2, lr=2e-4, weight_decay=0.75, max_norm=0.5, precision="bf16",
-                        attention="naive", tol=1e-4)
+
+    a = SimpleNamespace(
+        B=3,
+        T=128,
+        steps=2,
+        lr=2e-4,
+        weight_decay=0.75,
+        max_norm=0.5,
+        precision="bf16",
+        attention="naive",
+        tol=1e-4,
+    )
     torch, near = [(4, 0.6), (3, 0.4)], [(4, 0.6), (3.01, 0.4)]  # losses and norms
-    for bf16, fp32, right in ((2.981, 3.00009, True), (2.979, 2.99989, False), (math.nan, math.nan, False)):
+    for bf16, fp32, right in (
+        (2.981, 3.00009, True),
+        (2.979, 2.99989, False),
+        (math.nan, math.nan, False),
+    ):
         for a.precision, loss in ("bf16", bf16), ("fp32", fp32):
             found, fine = judge(a, [(4, 0.6), (loss, 0.4)], torch, near)
             assert fine == right and found["clipped"] == 1, (a.precision, loss)
@@ -298,10 +407,11 @@ def test_losses_beside_pytorch():
 def test_peers_of_training():
     """The fastest backend is recorded, and none that does not train. Ids are about as often as text has them."""
     import peers_train
+
     figures = {"gpu": "GPU A", "cuda": "13", "ms": 10, "tok_s": 4e5, "mem_gib": 5, "loss": 9}
     tried = [("slow", {**figures, "ms": 16}), ("fast", figures), ("none", "out of memory")]
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        found, = peers_train.fastest("peer", "d12", 4, 1024, {"mfu": 40, "tok_s": 5e5}, tried)
+        (found,) = peers_train.fastest("peer", "d12", 4, 1024, {"mfu": 40, "tok_s": 5e5}, tried)
     assert (found["sdpa"], found["mfu"], found["ids"]) == ("fast", 32, "text-like"), found
     assert " 1.25\n" in out.getvalue(), out.getvalue()  # 5e5 / 4e5, ours/peer
     for wrong in [math.nan, 2], [10.8, math.nan], [10.8, 10.9], [5, 4]:
@@ -314,9 +424,12 @@ def test_peers_of_training():
 def test_figures_of_llmc(tmp):
     """The mean of the steps that take 5 s, after those that take 3 s."""
     import peers_train
+
     steps = [("9.5", ms) for ms in (1500, 1500, 2000, 1000, 2000)] + [("7.5", 9999)]
-    lines = ["| device memory usage: 1536 MiB / 80000 MiB",
-             *(f"step 1/9 | loss {loss} (+0z) | norm 1 | {ms} ms | 9 tok/s" for loss, ms in steps)]
+    lines = [
+        "| device memory usage: 1536 MiB / 80000 MiB",
+        *(f"step 1/9 | loss {loss} (+0z) | norm 1 | {ms} ms | 9 tok/s" for loss, ms in steps),
+    ]
     program = executable(tmp / "llmc", "".join(f"echo '{line}'\n" for line in lines))
     found = peers_train.llmc_figures(program, "d12", 0, 2, 8)
     assert found == {"ms": 5000 / 3, "tok_s": 16 / (5 / 3), "mem_gib": 1.5, "loss": 7.5}, found
@@ -325,17 +438,49 @@ def test_figures_of_llmc(tmp):
 def test_ranks_are_compared_and_timed(tmp):
     """scripts/scaling.py with pretended runs: losses that differ are not timed, rates are those of the later steps."""
     for loss, code in (2.0021, 1), (math.nan, 1), (2.0019, 0):
+
         def trained(*options, **_):
             n = options[options.index("--gpus") + 1]
-            text = "memory  2048.0 MiB\n" + 10 * "step 1/9 | 1 tok/s\n" + 2 * f"step 11/9 | {900 * n} tok/s\n"
-            return text, {"run": [{"device": "GPU A"}], "train": [{"loss_nats": loss if n == 2 else 2}]}
+            text = (
+                "memory  2048.0 MiB\n"
+                + 10 * "step 1/9 | 1 tok/s\n"
+                + 2 * f"step 11/9 | {900 * n} tok/s\n"
+            )
+            return text, {
+                "run": [{"device": "GPU A"}],
+                "train": [{"loss_nats": loss if n == 2 else 2}],
+            }
+
         out = tmp / f"{loss}.jsonl"
-        with mock.patch.multiple(results, need_trainer=lambda: None, train=trained,
-                                 run_trainer=lambda *options: trained(*options)[0]):
-            done = ended("scaling", "--gpus", "1,2", "--device", "cpu", "--batch", 3, "--tokens", 16, "--out", out)
-        assert done[0] == code and [r["what"] for r in rows_of(out)].count("speed") == (0 if code else 3), done
+        with mock.patch.multiple(
+            results,
+            need_trainer=lambda: None,
+            train=trained,
+            run_trainer=lambda *options: trained(*options)[0],
+        ):
+            done = ended(
+                "scaling",
+                "--gpus",
+                "1,2",
+                "--device",
+                "cpu",
+                "--batch",
+                3,
+                "--tokens",
+                16,
+                "--out",
+                out,
+            )
+        assert done[0] == code and [r["what"] for r in rows_of(out)].count("speed") == (
+            0 if code else 3
+        ), done
     last = rows_of(out)[-1]
-    assert (last["gpu"], last["gpus"], round(last["tok_s"]), last["of_linear"]) == ("GPU A", 2, 1800, 1), last
+    assert (last["gpu"], last["gpus"], round(last["tok_s"]), last["of_linear"]) == (
+        "GPU A",
+        2,
+        1800,
+        1,
+    ), last
 
 
 def test_figures_of_scaling(tmp):
@@ -355,35 +500,53 @@ def test_figures_of_scaling(tmp):
 
     pretended = {"need_trainer": lambda: None, "train": losses, "run_trainer": trained}
     options = ["--gpus", "1,2,4", "--batch", 3, "--tokens", 16, "--out", tmp / "rows.jsonl"]
-    with (mock.patch.multiple(results, **pretended),
-          mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="3,5,7,9")):
+    with (
+        mock.patch.multiple(results, **pretended),
+        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="3,5,7,9"),
+    ):
         text = succeeds("scaling", *options)
     columns = "gpus", "zero", "ms", "ms_side_by_side", "tok_s", "of_linear", "gib"
-    found = [[round(row[name], 9) for name in columns]
-             for row in rows_of(options[-1]) if row["what"] == "speed"]
+    found = [
+        [round(row[name], 9) for name in columns]
+        for row in rows_of(options[-1])
+        if row["what"] == "speed"
+    ]
     assert found == [
         [1, 0, 48, 48, 1000, 1, 1.5],
         [2, 0, 60, 80, 1600, 0.8, 3],
         [2, 1, 64, 80, 1500, 0.75, 3],
         [4, 0, 96, 100, 2000, 0.5, 6],
-        [4, 1, 64, 100, 3000, 0.75, 6]], found
+        [4, 1, 64, 100, 3000, 0.75, 6],
+    ], found
     assert re.findall(r"[\d.]+%", text) == ["100.0%", "80.0%", "75.0%", "50.0%", "75.0%"], text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Training recipes
 
+
 def test_recipes_pass_the_trainers_checks(tmp):
     """They fail at the missing data and nowhere before it, torchrun's and Slurm's ranks too."""
     one_rank = 'echo "$@" >"$(basename "$0").ran"; while [ $1 != ./train_gpt2cu ]; do shift; done; exec "$@"'
     shutil.copytree(SCRIPTS, tmp / "scripts")
     (tmp / "train_gpt2cu").symlink_to(built())
-    more = {**before_others(tmp, {"make": "", "torchrun": one_rank, "srun": one_rank, "scontrol": "echo localhost"}),
-            "SLURM_SUBMIT_DIR": str(tmp), "SLURM_JOB_NODELIST": "1", "SLURM_JOB_ID": "7", "LAUNCH": "torchrun --no-python",
-            "B": "4", "CUDA_VISIBLE_DEVICES": ""}
+    more = {
+        **before_others(
+            tmp, {"make": "", "torchrun": one_rank, "srun": one_rank, "scontrol": "echo localhost"}
+        ),
+        "SLURM_SUBMIT_DIR": str(tmp),
+        "SLURM_JOB_NODELIST": "1",
+        "SLURM_JOB_ID": "7",
+        "LAUNCH": "torchrun --no-python",
+        "B": "4",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     for path in SCRIPTS.glob("run_*.sh"):
         done = run(tmp / "scripts" / path.name, cwd="/", code=1, **more)
-        assert "data/cache/fineweb" in done.stderr and "data/prepare.py" in done.stderr, (path, done.stderr)
+        assert "data/cache/fineweb" in done.stderr and "data/prepare.py" in done.stderr, (
+            path,
+            done.stderr,
+        )
     assert (tmp / "torchrun.ran").read_text().startswith("--no-python ./train_gpt2cu -e d24 ")
 
 
@@ -397,7 +560,12 @@ NVCC = """here=$(dirname "$0"); for line in "TOP=$here/.." "INCLUDES=\\"-I$here/
 
 def test_one_toolkit_is_chosen(tmp):
     """CUDA_HOME's, else the PATH's, else where toolkits are; make says so where there is none."""
-    makefile = (ROOT / "Makefile").read_text().replace("/usr/local", f"{tmp}/local").replace("/opt", f"{tmp}/opt")
+    makefile = (
+        (ROOT / "Makefile")
+        .read_text()
+        .replace("/usr/local", f"{tmp}/local")
+        .replace("/opt", f"{tmp}/opt")
+    )
     written(tmp / "Makefile", makefile)
     written(tmp / "train_gpt2.cu", "")
     (tmp / "tools").mkdir()
@@ -405,10 +573,16 @@ def test_one_toolkit_is_chosen(tmp):
         (tmp / "tools" / name).symlink_to(shutil.which(name))
     executable(tmp / "silent" / "bin" / "nvcc", "")
     executable(tmp / "failing" / "bin" / "nvcc", "echo 'nvcc fatal: no such g++'; exit 1")
-    for found, home, says in ((None, "", "there is no nvcc"), ("local/cuda", "", ""), ("path", "", ""),
-                              ("B", f"{tmp}/B", ""), (None, f"{tmp}/none", "no folder"),
-                              (None, f"{tmp}/silent", "silent"),
-                              (None, f"{tmp}/failing", 'it says "nvcc fatal: no such g++"'), (None, f"{tmp}/two words", "two words: ")):
+    for found, home, says in (
+        (None, "", "there is no nvcc"),
+        ("local/cuda", "", ""),
+        ("path", "", ""),
+        ("B", f"{tmp}/B", ""),
+        (None, f"{tmp}/none", "no folder"),
+        (None, f"{tmp}/silent", "silent"),
+        (None, f"{tmp}/failing", 'it says "nvcc fatal: no such g++"'),
+        (None, f"{tmp}/two words", "two words: "),
+    ):
         if found:
             executable(tmp / found / "bin" / "nvcc", NVCC)
         settings = {"PATH": f"{tmp}/tools:{tmp}/path/bin", "CUDA_HOME": home, "NVCC": ""}
@@ -430,7 +604,10 @@ def test_programs_find_the_libraries_of_their_toolkit(tmp):
     if not top:
         raise Skip("needs NVIDIA's toolkit, which is in a folder of its own")
     toolkit = Path(top[1]).resolve()
-    for home in tmp / "conda", tmp / "two words":  # without lib64, and nvcc reads its profile beside itself
+    for home in (
+        tmp / "conda",
+        tmp / "two words",
+    ):  # without lib64, and nvcc reads its profile beside itself
         (home / "bin").mkdir(parents=True)
         for file in toolkit.glob("bin/*"):
             (home / "bin" / file.name).symlink_to(file)
@@ -441,12 +618,17 @@ def test_programs_find_the_libraries_of_their_toolkit(tmp):
     shutil.copy(ROOT / "Makefile", tmp)
     main = "int main() { return cublasCreate(nullptr) == 0; }"
     written(tmp / "train_gpt2.cu", f"#include <cublas_v2.h>\n{main}\n")
-    for settings in ({"CUDA_HOME": f"{home}"}, {"NVCC": f"{wrapper}"},
-                     {"NVCC": f"{home}/bin/nvcc -DNOTHING"},
-                     {"PATH": f"{wrapper.parent}:{os.environ['PATH']}"}):
+    for settings in (
+        {"CUDA_HOME": f"{home}"},
+        {"NVCC": f"{wrapper}"},
+        {"NVCC": f"{home}/bin/nvcc -DNOTHING"},
+        {"PATH": f"{wrapper.parent}:{os.environ['PATH']}"},
+    ):
         settings = {"CUDA_HOME": "", "NVCC": "", "LD_LIBRARY_PATH": "", "ARCH": "80", **settings}
         run("make", "-B", "NCCL_HOME=none", "train_gpt2cu", cwd=tmp, **settings)
-        found = run(loader, "--inhibit-cache", "--list", "./train_gpt2cu", cwd=tmp, LD_LIBRARY_PATH="")
+        found = run(
+            loader, "--inhibit-cache", "--list", "./train_gpt2cu", cwd=tmp, LD_LIBRARY_PATH=""
+        )
         assert f"=> {home}/" in re.search("libcublas.so.*", found.stdout)[0], (settings, found)
     done = run("make", "train_gpt2cu", cwd=tmp, code=2, CUDA_HOME=f"{tmp}/two words", NVCC="")
     assert f"{tmp}/two words: " in done.stderr and done.stderr.count("\n") == 1, done
@@ -454,27 +636,59 @@ def test_programs_find_the_libraries_of_their_toolkit(tmp):
 
 def test_all_cores_are_used(tmp):
     """Whatever OpenMP's variables say, which nproc obeys and torchrun and Slurm set."""
-    path = before_others(tmp, {"nproc": "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-16}}",
-                               "threads": "echo threads $OMP_NUM_THREADS; echo 1 passed, 0 failed, 0 skipped"})
+    path = before_others(
+        tmp,
+        {
+            "nproc": "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-16}}",
+            "threads": "echo threads $OMP_NUM_THREADS; echo 1 passed, 0 failed, 0 skipped",
+        },
+    )
     makefile = written(tmp / "Makefile", f"include {ROOT}/Makefile\n$(info flags $(MAKEFLAGS))\n")
     for few in "OMP_NUM_THREADS", "OMP_THREAD_LIMIT":
         done = run("make", "-f", makefile, "help", cwd=tmp, **{few: "1"}, **path)
         assert re.search("^flags.* -j16( |$)", done.stdout, re.M), done
-        done = run(ROOT / "dev" / "test" / "run_tests.sh", "true", "threads", cwd=tmp, **{few: "1"}, **path)
+        done = run(
+            ROOT / "dev" / "test" / "run_tests.sh", "true", "threads", cwd=tmp, **{few: "1"}, **path
+        )
         assert "threads 2\n" in done.stdout, done  # it runs beside others, as with 16 cores
 
 
 def test_runner_of_the_tests(tmp):
     """dev/test/run_tests.sh and a harness: what they count, and that nothing takes for ever or is left behind."""
-    harness = f"#!{sys.executable}\nimport sys\nsys.path.append('{ROOT}/dev/test')\nimport harness\n"
-    path = before_others(tmp, {
-        "good": "echo 3 passed, 0 failed, 1 skipped", "bad": "echo 1 passed, 2 failed, 0 skipped; exit 1",
-        "dies": "echo boom; exit 139", "lies": "echo 3 passed, 0 failed, 0 skipped; exit 3", "nproc": "echo $CORES",
-        "hangs": "sleep 60 & echo $! >pid; wait", "hangs.py": "import time\ntime.sleep(60)",
-        "python.py": f"{harness}def test_a(): pass\ndef test_b(): assert 0\nharness.main()"})
+    harness = (
+        f"#!{sys.executable}\nimport sys\nsys.path.append('{ROOT}/dev/test')\nimport harness\n"
+    )
+    path = before_others(
+        tmp,
+        {
+            "good": "echo 3 passed, 0 failed, 1 skipped",
+            "bad": "echo 1 passed, 2 failed, 0 skipped; exit 1",
+            "dies": "echo boom; exit 139",
+            "lies": "echo 3 passed, 0 failed, 0 skipped; exit 3",
+            "nproc": "echo $CORES",
+            "hangs": "sleep 60 & echo $! >pid; wait",
+            "hangs.py": "import time\ntime.sleep(60)",
+            "python.py": f"{harness}def test_a(): pass\ndef test_b(): assert 0\nharness.main()",
+        },
+    )
     for cores in "2", "16":
-        done = run(ROOT / "dev" / "test" / "run_tests.sh", "false", "good", "bad", "dies", "lies", "hangs", "hangs.py",
-                   "python.py", cwd=tmp, code=1, TEST_LIMIT="3", TEST_PATIENCE="1", CORES=cores, **path)
+        done = run(
+            ROOT / "dev" / "test" / "run_tests.sh",
+            "false",
+            "good",
+            "bad",
+            "dies",
+            "lies",
+            "hangs",
+            "hangs.py",
+            "python.py",
+            cwd=tmp,
+            code=1,
+            TEST_LIMIT="3",
+            TEST_PATIENCE="1",
+            CORES=cores,
+            **path,
+        )
         assert done.stdout.endswith("\n5 passed, 8 failed, 1 skipped\n"), done.stdout
         assert done.stdout.count(": no end") == 2, done.stdout
         assert not os.path.exists(f"/proc/{(tmp / 'pid').read_text().strip()}/exe")
@@ -486,14 +700,31 @@ def test_runner_of_the_tests(tmp):
 def test_measuring_in_parts(tmp):
     """Each benchmark runs, with the same RUN. No table is written after one that fails."""
     script = executable(tmp / "scripts" / "measure.sh", (SCRIPTS / "measure.sh").read_text())
-    benches = ["bench_attention", "accuracy", "study_accumulation", "study_ring", "bench_ring", "bench_train"]
+    benches = [
+        "bench_attention",
+        "accuracy",
+        "study_accumulation",
+        "study_ring",
+        "bench_ring",
+        "bench_train",
+    ]
     others = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "tables")]
     for name in benches:
         executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
-    path = before_others(tmp, {"make": "", "nvidia-smi": "echo GPU 0; echo GPU 1", "python3": """[ "$1" = -c ] && exit 1
-        echo "$RUN $*" >>ran; case $* in $BAD) exit 3 ;; esac"""})
-    for parts, bad, code, expected in (([], "", 0, [*benches, *others]), (["ring", "rin"], "", 2, []),
-                                       (["ring", "accuracy"], "bench_ring*", 3, ["study_ring", "bench_ring"])):
+    path = before_others(
+        tmp,
+        {
+            "make": "",
+            "nvidia-smi": "echo GPU 0; echo GPU 1",
+            "python3": """[ "$1" = -c ] && exit 1
+        echo "$RUN $*" >>ran; case $* in $BAD) exit 3 ;; esac""",
+        },
+    )
+    for parts, bad, code, expected in (
+        ([], "", 0, [*benches, *others]),
+        (["ring", "rin"], "", 2, []),
+        (["ring", "accuracy"], "bench_ring*", 3, ["study_ring", "bench_ring"]),
+    ):
         written(tmp / "ran", "")
         run(script, *parts, code=code, BAD=bad, **path)
         ran = [line.split(" ") for line in (tmp / "ran").read_text().splitlines()]
@@ -503,7 +734,9 @@ def test_measuring_in_parts(tmp):
 
 def test_sanitizer_of_the_kernels(tmp):
     sanitize = executable(tmp / "scripts" / "sanitize.sh", (SCRIPTS / "sanitize.sh").read_text())
-    path = before_others(tmp, {"make": "", "compute-sanitizer": 'case "$2 $6" in synccheck?bad) exit 1; esac'})
+    path = before_others(
+        tmp, {"make": "", "compute-sanitizer": 'case "$2 $6" in synccheck?bad) exit 1; esac'}
+    )
     run(sanitize, "good", **path)
     run(sanitize, "bad", "good", code=123, **path)  # as xargs ends
 
