@@ -4,6 +4,7 @@
 # make profile        the timeline of three steps, for Nsight Systems
 # make sanitize       the readers and writers of files under ASan and UBSan
 # make archs          every kernel for sm_75, 80 and 90a (part of make test)
+# make lint           clang-format, clang-tidy and ruff (CONTRIBUTING.md has their versions)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
 # CUDA_HOME=…     the toolkit, CUDA 12 or later, or NVCC=… names its nvcc; default: on the PATH, in
@@ -105,7 +106,7 @@ BENCHES   := $(call program_of,$(wildcard dev/bench/*.cu))
 STUDIES   := $(call program_of,$(wildcard dev/study/*.cu))
 TOOLS     := dev/encode dev/train_threads
 
-.PHONY: all test sanitize archs benches profile clean help FORCE
+.PHONY: all test sanitize archs benches profile lint clean help FORCE
 all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
@@ -184,6 +185,20 @@ profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Com
 profile: train_gpt2cu
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
+
+# Format and lint. CONTRIBUTING.md has the versions; .clang-tidy says what is left out, and why.
+LINTED    := $(SOURCES) train_gpt2.cu $(wildcard dev/*/*.cpp dev/*/*.cu)
+FORMATTED := $(LINTED) $(wildcard dev/*/*.h dev/*/*.cuh) $(foreach r,$(ROOMS) layers/cpu,$(wildcard $r/*.h $r/*.cuh))
+AS_CUDA   := -x cuda --cuda-host-only --cuda-path=$(CUDA_HOME)
+TIDYFLAGS := -std=c++20 -I. -fopenmp -isystem $(shell $(CXX) -print-file-name=include) $(INCLUDES:%=-isystem%)
+lint: $(LINTED:%=build/lint/%)
+	clang-format --dry-run --Werror $(FORMATTED)
+	ruff format --check
+	ruff check
+build/lint/%: % .clang-tidy $(FORMATTED)
+	@mkdir -p $(@D)
+	clang-tidy --quiet $< -- $(if $(filter %.cu,$<),$(AS_CUDA)) $(TIDYFLAGS) 2>/dev/null
+	@touch $@
 
 clean:
 	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(STUDIES) $(TOOLS)

@@ -699,7 +699,8 @@ int main(int argc, char** argv) {
         check_ranks(o, place, gpus, why);
         if (o.gpus > 1 && place.size == 1 && !o.memory)
             return launch_ranks(o.gpus, argv);
-        const std::future<void> corpus = begin_corpus(o);  // while the device starts
+        // Is made while the device starts.
+        [[maybe_unused]] const std::future<void> corpus = begin_corpus(o);
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
         try {

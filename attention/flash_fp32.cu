@@ -114,7 +114,7 @@ constexpr int kRowsAtOnce = kThreads / (HS / 4);
 
 // Rows beyond `valid` read as zero.
 template <int Rows, int HS>
-__device__ void fetch(float4 (&stage)[kStage<Rows, HS>], const float* rows, size_t token,
+__device__ void fetch(float4 (&stage)[(kStage<Rows, HS>)], const float* rows, size_t token,
                       int valid) {
     const int row = threadIdx.x / (HS / 4);
     rows += row * token + threadIdx.x % (HS / 4) * 4;

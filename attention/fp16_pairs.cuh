@@ -98,7 +98,8 @@ __device__ __forceinline__ float largest(const float4 (&x)[N]) {
 template <int HS, int Threads, int Lo, int N>
 __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&x)[N], float factor,
                                             unsigned thread) {
-    const unsigned row = thread / (HS / 4), col = thread % (HS / 4);
+    const unsigned row = thread / (HS / 4);
+    const unsigned col = thread % (HS / 4);
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int i = 0; i < N; i++) {
         uint2 h;

@@ -26,7 +26,7 @@ inline void print_error(const std::string& line) {
 // Runs the body of a main and returns its exit code. It prints an error's one line to stderr behind
 // the program's name.
 template <class F>
-int run_program(const char* name, F body) {
+int run_program(const char* name, const F& body) {
     try {
         return body();
     } catch (const std::exception& e) {

@@ -49,8 +49,8 @@ static int startable_threads(int wanted) {
                 others.emplace_back(
                     [&] { const std::lock_guard<std::mutex> wait(all_have_started); });
             }
+            // NOLINTNEXTLINE(bugprone-empty-catch): others.size() of them is what we get
         } catch (const std::system_error&) {
-            // others.size() of them is what we get
         }
     }
     for (std::thread& other : others) {

@@ -63,9 +63,9 @@ std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, 
     addrinfo* found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags;
-    getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(), std::to_string(port).c_str(),
-                &hints, &found);
-    return {found, freeaddrinfo};
+    const int error = getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(),
+                                  std::to_string(port).c_str(), &hints, &found);
+    return {error ? nullptr : found, freeaddrinfo};
 }
 
 // The fields in which ranks differ from rank 0. Programs with other names of fields differ in the
@@ -199,7 +199,8 @@ std::string rendezvous(const Place& place, const Fields& fields, const std::stri
     all.insert(all.end(), fields.begin(), fields.end());
     std::string me;
     for (const auto& [name, value] : all)
-        me += name + '\0' + value + '\0';
+        for (const std::string& part : {name, value})
+            (me += part) += '\0';
     const std::string answer =
         place.rank == 0 ? answer_all(place, me, blob, patience) : ask_first(place, me, patience);
     std::string wrong = answer.c_str();  // up to the zero

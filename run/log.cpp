@@ -108,9 +108,11 @@ class JsonCheck {
         if (at_ == text_.size() || std::string("\"\\/bfnrtu").find(text_[at_]) == std::string::npos)
             return false;
         const size_t digits = text_[at_++] == 'u' ? 4 : 0;
-        for (size_t i = 0; i < digits; i++)
-            if (at_ == text_.size() || !std::isxdigit(text_[at_++] & 0xFF))
+        for (size_t i = 0; i < digits; i++) {
+            if (at_ == text_.size() || !std::isxdigit(text_[at_] & 0xFF))
                 return false;
+            at_++;
+        }
         return true;
     }
 

@@ -123,7 +123,8 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         if (!attached && option->kind != Option::Flag) {
             // "-1" is a value, but the name of another option means that this one's value was
             // forgotten.
-            if (++i == args.size() || find_option(table, args[i].substr(0, args[i].find('='))))
+            i++;
+            if (i == args.size() || find_option(table, args[i].substr(0, args[i].find('='))))
                 throw UsageError(format("%s needs a value", title(*option).c_str()));
             value = args[i];
         } else if (!attached && is_flag_value(i + 1)) {

@@ -62,6 +62,7 @@ enum Flags { kQk16 = 1, kPv16 = 2, kPv16Tile = 4, kExp16 = 8, kMoreWarps = 16 };
 struct Float2 : float2 {
     __device__ friend Float2 operator+(Float2 a, Float2 b) { return {a.x + b.x, a.y + b.y}; }
     __device__ friend Float2 operator*(Float2 a, Float2 b) { return {a.x * b.x, a.y * b.y}; }
+    // NOLINTNEXTLINE(bugprone-reserved-identifier): CUDA's name for the same of __half2
     __device__ friend Float2 __hmax2(Float2 a, Float2 b) {
         return {fmaxf(a.x, b.x), fmaxf(a.y, b.y)};
     }
@@ -94,7 +95,7 @@ __device__ __forceinline__ auto& registers(P (&x)[N][2]) {
 __device__ __forceinline__ Float2 exp2_of(Float2 x) {
     return {exp2_approx(x.x), exp2_approx(x.y)};
 }
-__device__ __forceinline__ __half2 exp2_of(__half2 x) {
+__device__ __forceinline__ __half2 exp2_of(const __half2& x) {
     return bits<__half2>(exp2_approx_f16x2(bits<uint32_t>(x)));
 }
 

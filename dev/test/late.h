@@ -41,9 +41,10 @@ struct LateMemory {
                 test::report(__FILE__, __LINE__,
                              format("written %s %s", guard == base ? "before" : "past", name));
             }
-        } catch (const Error&) {
+        } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the test has reported it
         }
-        dev.free(base), dev.free(saved);
+        dev.free(base);
+        dev.free(saved);
     }
     LateMemory(const LateMemory&) = delete;
     static std::vector<LateMemory*>& all() {
@@ -75,5 +76,5 @@ inline const Cuda& late(const Cuda& dev, unsigned ns = 500'000) {
     dev.pause(ns);
     for (const LateMemory* m : LateMemory::all())
         CUDA_CHECK(cudaMemcpyAsync(m->p, m->saved, m->bytes, cudaMemcpyDeviceToDevice, dev.stream));
-    return dev;
+    return dev;  // NOLINT(bugprone-return-const-ref-from-parameter): it outlives the call
 }

@@ -279,15 +279,16 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
         if (part == 2)
             continue;
         const bool key = part == 1;
+        const int sixteenth = t / 16;
         float x = uniform(rng);
         if (constant)
             x = key && p.c.logit < 0 ? -1.f : 1.f;
         else if (mixed)
             x = key ? 0.75f + 0.25f * x : t == T - 1 ? -1.f : x;
+        else if (key)
+            x = std::min(static_cast<float>(sixteenth) / steps, 1.f) * 2.f - 1.f;
         else
-            x = key       ? std::min(static_cast<float>(t / 16) / steps, 1.f) * 2.f - 1.f
-                : x < 0.f ? -1.f
-                          : 1.f;
+            x = x < 0.f ? -1.f : 1.f;
         for (int d = 0; d < s.HS; d++)
             p.in[part][(size_t(token) * s.NH + h) * s.HS + d] =
                 static_cast<X>(a * (x * w[h * s.HS + d] + noise * normal(rng)));
@@ -1144,7 +1145,7 @@ TEST(names) {
 // A device that nobody may touch.
 static const Cuda& nobody() {
     alignas(Cuda) static const char memory[sizeof(Cuda)] = {};
-    return *static_cast<const Cuda*>(static_cast<const void*>(memory));
+    return *reinterpret_cast<const Cuda*>(memory);
 }
 
 // A call's tensors at addresses that are far apart. Nothing is there. `number` is a tensor's

@@ -127,7 +127,7 @@ int process(const std::string& act) {
     for (;;)
         pause();
 }
-int launch_here(std::string act) {
+int launch_here(const std::string& act) {
     setenv("MASTER_ADDR", "nowhere", 1);  // of an earlier job
     std::string words[] = {"test_launch", "--child", act};
     char* argv[] = {words[0].data(), words[1].data(), words[2].data(), nullptr};

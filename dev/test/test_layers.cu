@@ -780,9 +780,9 @@ TEST_OF_X(classifier) {
         const Values loss = losses.values();
         const Values gradient = logits.values();
         for (int n = 0; n < N; n++) {
-            CHECK(n < 3 ? std::isnan(loss[n]) : std::isfinite(loss[n]) == n > 4);
+            CHECK(n < 3 ? std::isnan(loss[n]) : std::isfinite(loss[n]) == (n > 4));
             if (n != 4)
-                CHECK(std::isfinite(gradient[n * Vp + 5]) == n > 4);
+                CHECK(std::isfinite(gradient[n * Vp + 5]) == (n > 4));
         }
         CHECK(gradient[5 * Vp + at] == 0.0);
     }
@@ -886,7 +886,7 @@ TEST_OF_X(cross_entropy) {
     const Values dinp = run(rows, weight, {V, -1, 1000000, 7, 7, 7, 0, V - 1, 7, 7});
     const Values loss = losses.values();
     for (int n = 0; n < N; n++)
-        CHECK(std::isfinite(loss[n]) == n > 5 && std::isfinite(dinp[n * C]) == n > 5);
+        CHECK(std::isfinite(loss[n]) == (n > 5) && std::isfinite(dinp[n * C]) == (n > 5));
     for (const double broken : {double(NAN), double(INFINITY)}) {
         Values w = weight.start;
         w[100 * C + 1] = broken;

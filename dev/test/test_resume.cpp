@@ -64,7 +64,7 @@ std::string log_of(const std::string& folder, bool only_steps = false) {
     std::string rows;
     std::istringstream log(read_file(folder + "/log.jsonl"));
     for (std::string line; std::getline(log, line);) {
-        const size_t step = line.find(",", line.find("\"step\""));
+        const size_t step = line.find(',', line.find("\"step\""));
         const size_t times = line.find(", \"step_ms\"");
         if (!contains(line, "{\"kind\": \"run\""))
             rows += line.substr(0, only_steps ? step : times) + "\n";

@@ -104,7 +104,8 @@ void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* 
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const X* x = inp + n * C;
-        A sum = 0, squares = 0;  // two passes, because E[x²] − E[x]² would cancel
+        A sum = 0;
+        A squares = 0;  // two passes, because E[x²] − E[x]² would cancel
 #pragma omp simd reduction(+ : sum)
         for (int c = 0; c < C; c++)
             sum += x[c];
@@ -146,7 +147,8 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
         const X* dy = dout + n * C;
         const A mu = mean[n];
         const A r = rstd[n];
-        A avg = 0, avg_x = 0;  // of dx̂ and of dx̂·x̂
+        A avg = 0;    // of dx̂
+        A avg_x = 0;  // of dx̂·x̂
 #pragma omp simd reduction(+ : avg, avg_x)
         for (int c = 0; c < C; c++) {
             avg += weight[c] * dy[c];
@@ -228,7 +230,8 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) 
     std::vector<BStrip> b_strips((std::min(N, Nc) + Nr - 1) / Nr);
     for (size_t j0 = 0; j0 < N; j0 += Nc)
         for (size_t k0 = 0; k0 < K; k0 += Kc) {
-            const size_t j1 = std::min(j0 + Nc, N), depth = std::min(Kc, K - k0);
+            const size_t j1 = std::min(j0 + Nc, N);
+            const size_t depth = std::min(Kc, K - k0);
 #pragma omp parallel for
             for (size_t j = j0; j < j1; j += Nr)
                 pack<Nr>(b_strips[(j - j0) / Nr].at, b.from(k0, j), depth, std::min(Nr, N - j));
@@ -377,7 +380,8 @@ struct SoftmaxOfRow {
 // Turns a row of S into exp(S − max).
 template <class A>
 static SoftmaxOfRow<A> exponentials(A* s, int n) {
-    A max = -std::numeric_limits<A>::infinity(), sum = 0;
+    A max = -std::numeric_limits<A>::infinity();
+    A sum = 0;
 #pragma omp simd reduction(max : max)
     for (int j = 0; j < n; j++)
         max = std::max(max, s[j]);
@@ -587,7 +591,8 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     for (const ParamRange* range = ranges; range < ranges + num_ranges; range++) {
         const A decay = range->decay ? hyper.weight_decay : 0;
         for (size_t piece = 0; piece < range->pieces; piece++) {
-            const size_t begin = range->piece(piece), state = range->state(piece);
+            const size_t begin = range->piece(piece);
+            const size_t state = range->state(piece);
 #pragma omp parallel for
             for (size_t k = 0; k < range->size; k++) {
                 const size_t i = begin + k;
