@@ -17,7 +17,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
-from prepare_common import Fail, check_fetched  # noqa: E402
+from prepare_common import Fail, check_fetched, check_stdout  # noqa: E402, F401 (for scripts)
 
 # Of a run's log.
 FIELDS = {
