@@ -11,9 +11,9 @@
 //   dK = scale·dSᵀ Q
 //   dV = Pᵀ dO
 //
-// Shapes: B batch, Tq queries, Tk keys, NH heads, HS head size. Tensors are views (Heads), so q, k
-// and v may lie in the packed output of one matmul. X is the type of the inputs, and Y that of the
-// results: X, or Acc<X>, which is fp32.
+// Shapes: B batch, Tq queries, Tk keys, NH heads, HS head size. Tensors are views (HeadsView), so
+// q, k and v may lie in the packed output of one matmul. X is the type of the inputs, and Y that of
+// the results: X, or Acc<X>, which is fp32.
 //
 // Pieces of a sequence. Let out and lse of a query be those over all its keys. Then backward over
 // some of these keys writes exactly their share of dq, dk and dv, because P = exp(S − lse) and D
@@ -57,11 +57,11 @@ struct AttentionShape {
 // A number for each row: (B, NH, T) inside a larger tensor. That of row (b, t, h) is ptr[(b·NH +
 // h)·head + t].
 template <class A>
-struct Stats {
+struct RowStatsView {
     A* ptr = nullptr;
-    size_t head = 0;              // from one head to the next
-    Stats from(size_t t) const {  // without the first t tokens
-        Stats later = *this;
+    size_t head = 0;                     // from one head to the next
+    RowStatsView from(size_t t) const {  // without the first t tokens
+        RowStatsView later = *this;
         later.ptr += t;
         return later;
     }
@@ -73,9 +73,9 @@ struct Stats {
 template <class X, class Y = X>
 struct AttentionForward {
     AttentionShape s;
-    Heads<const X> q = {}, k = {}, v = {};  // (B, Tq, NH, HS), (B, Tk, NH, HS) twice
-    Heads<Y> out = {};                      // as q
-    Stats<Acc<X>> lse = {}, lse_rest = {};
+    HeadsView<const X> q = {}, k = {}, v = {};  // (B, Tq, NH, HS), (B, Tk, NH, HS) twice
+    HeadsView<Y> out = {};                      // as q
+    RowStatsView<Acc<X>> lse = {}, lse_rest = {};
     X* att = nullptr;  // only naive has it, of saved_bytes(), for backward
 };
 
@@ -87,25 +87,25 @@ struct AttentionForward {
 template <class X, class Y = X>
 struct AttentionBackward {
     AttentionShape s;
-    Heads<const X> q = {}, k = {}, v = {}, dout = {}, out = {};  // dout and out as q
-    Stats<const Acc<X>> lse = {}, lse_rest = {};
-    Heads<Y> dq = {}, dk = {}, dv = {};  // as q, k and v
-    void* scratch = nullptr;             // of scratch_bytes()
-    const X* att = nullptr;              // as forward left it
+    HeadsView<const X> q = {}, k = {}, v = {}, dout = {}, out = {};  // dout and out as q
+    RowStatsView<const Acc<X>> lse = {}, lse_rest = {};
+    HeadsView<Y> dq = {}, dk = {}, dv = {};  // as q, k and v
+    void* scratch = nullptr;                 // of scratch_bytes()
+    const X* att = nullptr;                  // as forward left it
 };
 
 // A contiguous tensor (B, T, heads, HS).
 template <class X>
-Heads<X> contiguous(X* x, const HeadsShape& s) {
+HeadsView<X> contiguous(X* x, const HeadsShape& s) {
     return {.ptr = x, .batch = s.T * s.C(), .token = s.C()};
 }
 
 // q, k and v of one packed tensor. A token has the heads of q, then those of k, then those of v.
 template <class X>
 struct PackedHeads {
-    Heads<X> q;
-    Heads<X> k;
-    Heads<X> v;
+    HeadsView<X> q;
+    HeadsView<X> k;
+    HeadsView<X> v;
 };
 // It has T tokens, of which a call may take some. Of `s` only the heads count.
 template <class X>
@@ -227,7 +227,8 @@ struct CallMemory {
     Dimension rows = {};  // of a sequence
 };
 template <class X>
-CallMemory memory_of(const char* name, const Heads<X>& x, const HeadsShape& s, size_t alignment) {
+CallMemory memory_of(const char* name, const HeadsView<X>& x, const HeadsShape& s,
+                     size_t alignment) {
     return {.name = name,
             .written = !std::is_const_v<X>,
             .ptr = x.ptr,
@@ -238,7 +239,7 @@ CallMemory memory_of(const char* name, const Heads<X>& x, const HeadsShape& s, s
 }
 // Its rows are heads.
 template <class A>
-CallMemory memory_of(const char* name, const Stats<A>& x, const HeadsShape& s) {
+CallMemory memory_of(const char* name, const RowStatsView<A>& x, const HeadsShape& s) {
     return {.name = name,
             .written = !std::is_const_v<A>,
             .ptr = x.ptr,

@@ -274,10 +274,10 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 template <class Y>
 struct BackwardArgs {
     Problem<bf16> p;
-    Heads<const bf16> dout, out;
-    Stats<const float> lse;
+    HeadsView<const bf16> dout, out;
+    RowStatsView<const float> lse;
     LseD* lse_D;  // (B, NH, Tq)
-    Heads<Y> dq, dk, dv;
+    HeadsView<Y> dq, dk, dv;
 };
 
 // Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to

@@ -96,8 +96,8 @@ struct Problem {
     int tiles, group, items;  // items = tiles·heads
     int counter;              // which of next_item
     float scale_log2;         // scale·log2(e): the exponentials are powers of 2
-    Stats<float> lse;
-    Heads<float> out;  // if the results are fp32. In bf16 a tensor map says where they go
+    RowStatsView<float> lse;
+    HeadsView<float> out;  // if the results are fp32. In bf16 a tensor map says where they go
 };
 
 // Tiles are handed out as blocks come for them, which balances what no fixed assignment does: their

@@ -98,7 +98,7 @@ struct Args {
     // dK and dV leave from shared memory
     static constexpr bool kFits = HS == 64 || std::is_same_v<Y, bf16>;
     CUtensorMap q, k, v, dout, dq, dk, dv;
-    Heads<Y> dk_rows, dv_rows;
+    HeadsView<Y> dk_rows, dv_rows;
     Order order;
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for rows past Tq) and D
@@ -119,9 +119,9 @@ struct Args {
 
 // One block for each query tile of a head. HS/8 lanes share a row.
 template <int HS, class Y>
-__global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout,
-                                                       Heads<const bf16> out,
-                                                       Stats<const float> lse,
+__global__ __launch_bounds__(1024) void prepare_kernel(HeadsView<const bf16> dout,
+                                                       HeadsView<const bf16> out,
+                                                       RowStatsView<const float> lse,
                                                        const __grid_constant__ Args<HS, Y> args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     grid_allow_dependents();
@@ -360,8 +360,9 @@ __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int lane) {
 
 // Puts factor·c into shared memory as Y: 16 rows from `row` of a tile whose panels have `rows`.
 template <class Y, int HS, int N>
-__device__ __forceinline__ void place(const float (&c)[N][4], float factor,
-                                      const Control<HS>& control, int tile, int row, int rows) {
+__device__ __forceinline__ void store_tile_swizzled(const float (&c)[N][4], float factor,
+                                                    const Control<HS>& control, int tile, int row,
+                                                    int rows) {
     const uint32_t block = block16(control.base + tile, row, lane_id());
     unsigned char* const mine =
         control.smem + tile + (row + lane_id() / 4) * 128 + lane_id() % 2 * 8;
@@ -444,9 +445,9 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
 // Puts dQ of query tile i, the block's n-th, where its sender looks. The last key tile to add
 // fetches the others' sum.
 template <int HS, class Y>
-__device__ __forceinline__ void put_dq(float (&dq)[8][4], const Args<HS, Y>& args,
-                                       const Control<HS>& control, const Work& w, int n, int i,
-                                       int warp) {
+__device__ __forceinline__ void store_dq(float (&dq)[8][4], const Args<HS, Y>& args,
+                                         const Control<HS>& control, const Work& w, int n, int i,
+                                         int warp) {
     using T = Tiles<HS>;
     const int wg = warp / 4 - 1;
     const int last = args.order.last_k_tile(i);
@@ -468,7 +469,8 @@ __device__ __forceinline__ void put_dq(float (&dq)[8][4], const Args<HS, Y>& arg
         for (int c = 0; c < 8; c++)
             to[c * 128] = make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
     } else {
-        place<Y>(dq, args.scale, control, T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
+        store_tile_swizzled<Y>(dq, args.scale, control, T::Dq + wg * T::DqBytes / 2,
+                               16 * (warp % 4), 64);
     }
 }
 
@@ -526,8 +528,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 wgmma_ss<true, true>(dq, wgmma_advance(ds_transposed, kk * 16 * 128),
                                      wgmma_advance(k_transposed, kk * 16 * 128), kk > 0);
         };
-        // later than put_dq, because the fence waits until the stores are done
-        auto give_dq = [&] {
+        // later than store_dq, because the fence waits until the stores are done
+        auto signal_dq = [&] {
             fence_proxy_async();
             mbarrier_arrive(control.at(DqFull, wg));
         };
@@ -547,7 +549,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
             wgmma_commit();
             if (n - 1 > first)
-                give_dq();  // of tile n − 2
+                signal_dq();  // of tile n − 2
 
             // Consumers alternate, so that one's exponentials run beside the other's products. At
             // HS 64 the other begins once dV's products have started, at HS 128, with half as many
@@ -611,7 +613,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             mbarrier_arrive(control.at(QEmpty, n));
             if (n > first) {
                 mbarrier_arrive(control.at(DsEmpty, n - 1));
-                put_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
+                store_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
             }
             // in flight at the loop's end, the compiler would serialize all products (C7514)
             wgmma_wait<0>(s);
@@ -621,16 +623,17 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
         start_dq(n - 1);
         wgmma_commit();
         if (n - 1 > first)
-            give_dq();
+            signal_dq();
         wgmma_wait<0>(dk, dv, dq);
         mbarrier_arrive(control.at(DsEmpty, n - 1));
 
         if constexpr (Args<HS, Y>::kFits) {
             named_barrier_sync(kLastRead, kConsumers);
             constexpr bool kWide = std::is_same_v<Y, float>;
-            place<Y>(dk, args.scale, control,
-                     kWide ? T::Ds + T::DsBytes : T::K + (item & 1) * T::KvBytes, row, Bc);
-            place<Y>(dv, 1.f, control, T::Ds, row, Bc);
+            store_tile_swizzled<Y>(dk, args.scale, control,
+                                   kWide ? T::Ds + T::DsBytes : T::K + (item & 1) * T::KvBytes, row,
+                                   Bc);
+            store_tile_swizzled<Y>(dv, 1.f, control, T::Ds, row, Bc);
             fence_proxy_async();
         } else {
             const int b = w.bh / args.order.NH;
@@ -641,8 +644,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token, k0, Tk);
         }
         mbarrier_arrive(control.at(KvDone));
-        put_dq<HS>(dq, args, control, w, n - 1, w.i, warp);
-        give_dq();
+        store_dq<HS>(dq, args, control, w, n - 1, w.i, warp);
+        signal_dq();
     }
 }
 

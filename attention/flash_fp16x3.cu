@@ -323,12 +323,13 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 
 struct BackwardArgs {
     Problem<float> p;
-    Heads<const float> dout, out;
-    Stats<const float> lse, lse_rest;  // lse_rest is null in a call with all of its rows' keys
-    LseD* lse_D;                       // (B, NH, Tq), of which D has been multiplied by factor
+    HeadsView<const float> dout, out;
+    RowStatsView<const float> lse,
+        lse_rest;  // lse_rest is null in a call with all of its rows' keys
+    LseD* lse_D;   // (B, NH, Tq), of which D has been multiplied by factor
     // (B, NH, Tq) P's factor, for what log2(e)·lse has no bits for
     float* factors;
-    Heads<float> dq, dk, dv;
+    HeadsView<float> dq, dk, dv;
 };
 
 // The bits of the largest magnitude in the warp's tile of dS.

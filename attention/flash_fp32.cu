@@ -213,9 +213,9 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 // Forward
 
 struct ForwardArgs {
-    Heads<const float> q, k, v;
-    Heads<float> out;
-    Stats<float> lse, lse_rest;  // lse_rest may be null. lse_rest_kernel reads lse
+    HeadsView<const float> q, k, v;
+    HeadsView<float> out;
+    RowStatsView<float> lse, lse_rest;  // lse_rest may be null. lse_rest_kernel reads lse
     int Tq, Tk, NH;
     int shift;  // query i sees the keys j ≤ i + shift
     float scale;
@@ -355,8 +355,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
 // to right. dP = dO Vᵀ is summed in the same order. So dP − D is exactly 0 where one key has all
 // the weight, because O is its V.
 template <int HS>
-__global__ void D_kernel(float* D, Heads<const float> dout, Heads<const float> out, int Tq, int NH,
-                         size_t rows) {
+__global__ void D_kernel(float* D, HeadsView<const float> dout, HeadsView<const float> out, int Tq,
+                         int NH, size_t rows) {
     constexpr int kLanes = HS / kTerms;
     const size_t thread = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
     const size_t row = thread / kLanes;
@@ -449,9 +449,9 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
 }
 
 struct BackwardArgs {
-    Heads<const float> q, k, v, dout;
-    Heads<float> dq, dk, dv;
-    Stats<const float> lse, lse_rest;
+    HeadsView<const float> q, k, v, dout;
+    HeadsView<float> dq, dk, dv;
+    RowStatsView<const float> lse, lse_rest;
     float rest_log2;       // lse_rest times this is in units of log 2
     const float* D;        // (B,NH,Tq)
     int* ticket;           // the next block's number

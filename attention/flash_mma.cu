@@ -69,7 +69,7 @@ using Accumulator = float[N / 8][4];  // 16 rows of N columns
 // Copies rows [row0, row0 + N) of a head. Rows from `end` on become zeros, because P = 0 times NaN
 // is NaN.
 template <int HS, int N>
-__device__ void load_tile(Tile<HS, N>& tile, const Heads<const bf16>& head, int row0, int end) {
+__device__ void load_tile(Tile<HS, N>& tile, const HeadsView<const bf16>& head, int row0, int end) {
     // threads of a row, and rows of a step
     constexpr int kLanes = HS / 8;
     constexpr int kStep = kThreads / kLanes;
@@ -87,7 +87,8 @@ __device__ void load_tile(Tile<HS, N>& tile, const Heads<const bf16>& head, int 
 // Loads a warp's rows straight from global memory. This lane's are `row` and row + 8. Rows from
 // `end` on become zeros.
 template <int HS>
-__device__ void load_rows(Fragments<HS>& regs, const Heads<const bf16>& head, int row, int end) {
+__device__ void load_rows(Fragments<HS>& regs, const HeadsView<const bf16>& head, int row,
+                          int end) {
     for (int kk = 0; kk < HS / 16; kk++)
         for (int i = 0; i < 4; i++) {
             const int r = row + i % 2 * 8;
@@ -98,7 +99,7 @@ __device__ void load_rows(Fragments<HS>& regs, const Heads<const bf16>& head, in
 }
 // Stores them, times factor.
 template <int HS>
-__device__ void store_rows(const Accumulator<HS>& x, const Heads<bf16>& head, int row, int end,
+__device__ void store_rows(const Accumulator<HS>& x, const HeadsView<bf16>& head, int row, int end,
                            float factor) {
     for (int r = 0; r < 2; r++) {
         if (row + 8 * r >= end)
@@ -158,7 +159,7 @@ struct Args : Call {  // the tensors
     int shift = this->s.shift();  // query i sees keys j ≤ i + shift
     float scale = this->s.resolved_scale();
     float scale_log2 = this->s.scale_log2();  // exponentials are powers of 2
-    Stats<float> D = {};                      // backward's, in scratch
+    RowStatsView<float> D = {};               // backward's, in scratch
 };
 using ForwardArgs = Args<AttentionForward<bf16>>;
 using BackwardArgs = Args<AttentionBackward<bf16>>;
@@ -173,13 +174,13 @@ struct Work {
         row0 = (last_first ? tiles - 1 - tile : tile) * kRows;
     }
     template <int HS, class X>
-    __device__ Heads<X> head(const Heads<X>& x) const {
-        Heads<X> head = x;
+    __device__ HeadsView<X> head(const HeadsView<X>& x) const {
+        HeadsView<X> head = x;
         head.ptr += b * x.batch + h * HS;
         return head;
     }
     template <class A>
-    __device__ A* stats(const Stats<A>& x) const {
+    __device__ A* stats(const RowStatsView<A>& x) const {
         return x.ptr + bh * x.head;
     }
 };

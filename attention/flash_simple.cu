@@ -126,12 +126,12 @@ struct Work {
         row = row0 + threadIdx.x / kSplit<HS>;
     }
     template <class X>
-    __device__ X* head(const Heads<X>& x) const {
+    __device__ X* head(const HeadsView<X>& x) const {
         return x.ptr + b * x.batch + h * HS;
     }
     // This thread's part of its row.
     template <class X>
-    __device__ X* own(const Heads<X>& x) const {
+    __device__ X* own(const HeadsView<X>& x) const {
         return head(x) + row * x.token + line * kOwn;
     }
 };

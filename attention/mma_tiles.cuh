@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int r
 
 template <class X>
 struct Problem {
-    Heads<const X> q, k, v;
+    HeadsView<const X> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
     int shift;              // query i sees keys j ≤ i + shift
     int tiles, group;
@@ -103,9 +103,9 @@ struct Problem {
 template <class X, class Y>
 struct ForwardArgs {
     Problem<X> p;
-    Heads<Y> out;
-    Stats<float> lse;
-    Stats<float> lse_rest = {};
+    HeadsView<Y> out;
+    RowStatsView<float> lse;
+    RowStatsView<float> lse_rest = {};
 };
 
 // What backward knows of a query.
@@ -143,7 +143,7 @@ __device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
     return (k_end + Bc - 1) / Bc;
 }
 template <class X>
-__device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
+__device__ __forceinline__ X* head_of(const HeadsView<X>& x, const Work& w, int HS) {
     return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
 }
 

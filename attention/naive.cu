@@ -50,7 +50,7 @@ __host__ __device__ constexpr int row_length(int Tk) {  // elements from one row
 // Overwrites S with P in att (rows, ld), with zeros behind the row's last key, and writes lse. A
 // row is a query (b, h, i).
 template <class X, int Threads>
-__global__ void softmax_forward_kernel(X* att, Stats<float> lse, size_t rows, int Tq, int Tk,
+__global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t rows, int Tq, int Tk,
                                        int shift) {
     constexpr int V = kVec<X>;
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
@@ -157,7 +157,7 @@ struct Matrices {
     }
 };
 template <class X>
-auto tokens(const Heads<X>& x, const HeadsShape& s) {
+auto tokens(const HeadsView<X>& x, const HeadsShape& s) {
     return Matrices<std::remove_const_t<X>>{.ptr = x.ptr,
                                             .batch = x.batch,
                                             .head = size_t(s.HS),

@@ -52,14 +52,14 @@ inline constexpr Attention Attention::flash{"flash"}, Attention::naive{"naive"};
 // A (B, T, NH, HS) tensor inside a larger one. Element (b, t, h, d) is ptr[b·batch + t·token + h·HS
 // + d]. Rows of HS elements are contiguous and 16-byte aligned.
 template <class X>
-struct Heads {
+struct HeadsView {
     X* ptr;
     size_t batch, token;  // strides in elements
     __host__ __device__ X* row(size_t b, size_t t, size_t h, int HS) const {
         return ptr + b * batch + t * token + h * HS;
     }
-    Heads from(size_t t) const {  // without the first t tokens
-        Heads later = *this;
+    HeadsView from(size_t t) const {  // without the first t tokens
+        HeadsView later = *this;
         later.ptr += t * token;
         return later;
     }

@@ -31,7 +31,7 @@ inline auto tensor_map_encoder() {
 // that reaches past it reads zeros and not the next sequence's rows. Throws Error if the driver
 // refuses.
 template <class X>
-CUtensorMap tensor_map(const char* name, const Heads<X>& x, const HeadsShape& s, int rows) {
+CUtensorMap tensor_map(const char* name, const HeadsView<X>& x, const HeadsShape& s, int rows) {
     // TMA moves bits, so it need not know whether they are bf16 or fp16.
     constexpr auto kType =
         sizeof(X) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;

@@ -14,9 +14,9 @@
 //
 // The first call with a shape makes a plan (descriptors and the algorithm), which is kept for the
 // life of the process. cuBLASLt's heuristic proposes several algorithms. Its first is up to 20 %
-// slower than its best, so they race (matmul_race.h). Who wins depends on the moment, but what
-// comes out does not. Split-K algorithms may reduce through the workspace in fp32, which is in
-// order.
+// slower than its best, so they are autotuned (matmul_autotune.h). Which one wins may differ from
+// run to run; the bits of the result do not. Split-K algorithms may reduce through the workspace in
+// fp32, which is in order.
 //
 // Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in
 // fp32.
@@ -30,7 +30,7 @@
 #include "cuda/partials.cuh"
 #include "cuda/vector.cuh"
 #include "layers/layers.h"
-#include "layers/matmul_race.h"
+#include "layers/matmul_autotune.h"
 #include "layers/sm90/matmul_sm90.h"
 
 namespace {
@@ -144,7 +144,7 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
     const RunAlgorithm run = [&](int i, const MatmulOperands& x, bool accumulate) {
         return plan.run(dev, candidates[i].algo, x, accumulate) == CUBLAS_STATUS_SUCCESS;
     };
-    plan.algorithm = candidates[race(dev, p, o, found, run).fastest].algo;
+    plan.algorithm = candidates[autotune(dev, p, o, found, run).fastest].algo;
     return plan;
 }
 

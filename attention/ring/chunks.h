@@ -38,7 +38,7 @@ class Chunks : public Pieces<Dev, X> {
         dev_.zero(dkv_sum_, kv_elements() * sizeof(A));
         for_each_piece([&](const PieceCall& p) {
             Base::backward(p, {.qkv = qkv, .dout = dout, .out = out, .lse = lse}, q_, dkv_);
-            const auto add_to = [&](const AttentionShape& s, Heads<A> sum, Heads<A> x) {
+            const auto add_to = [&](const AttentionShape& s, HeadsView<A> sum, HeadsView<A> x) {
                 add(dev_, s, sum, sum, x);
             };
             add_to(tokens(p.Tq), view(q_sum_).from(p.q0), view(q_).from(p.q0));

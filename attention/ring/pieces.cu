@@ -12,13 +12,14 @@ constexpr unsigned kMostThreads = 256;
 constexpr int kWide = 4;
 
 template <class X>
-__device__ X* at(const Heads<X>& x, int b, int t) {
+__device__ X* at(const HeadsView<X>& x, int b, int t) {
     return x.ptr + b * x.batch + t * x.token;
 }
 
 // A head's threads are in one warp. Its first keeps the merged lse, once all have read lse.
 template <class Y>
-__global__ void merge_kernel(AttentionShape s, Heads<Y> dst, Piece<float> sum, Piece<float> piece) {
+__global__ void merge_kernel(AttentionShape s, HeadsView<Y> dst, Piece<float> sum,
+                             Piece<float> piece) {
     const int b = blockIdx.x / s.Tq;
     const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
@@ -37,12 +38,13 @@ __global__ void merge_kernel(AttentionShape s, Heads<Y> dst, Piece<float> sum, P
 }
 
 template <class Y, class Z>
-__global__ void add_kernel(AttentionShape s, Heads<Y> dst, Heads<Z> a, Heads<Z> b, Heads<Z> c) {
+__global__ void add_kernel(AttentionShape s, HeadsView<Y> dst, HeadsView<Z> a, HeadsView<Z> b,
+                           HeadsView<Z> c) {
     const int sequence = blockIdx.x / s.Tq;
     const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
         Vec<float, kWide> sum = {};
-        const auto take = [&](const Heads<Z>& x) {
+        const auto take = [&](const HeadsView<Z>& x) {
             if (!x.ptr)
                 return;
             const auto addend = load<kWide>(at(x, sequence, t) + i);
@@ -72,22 +74,23 @@ void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const Attenti
 }  // namespace
 
 template <class Y>
-void merge(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, const Piece<float>& sum,
+void merge(const Cuda& dev, const AttentionShape& s, HeadsView<Y> dst, const Piece<float>& sum,
            const Piece<float>& piece) {
     launch(dev, merge_kernel<Y>, s, dst, sum, piece);
 }
 template <class Y, class Z>
-void add(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, Heads<Z> a, Heads<Z> b,
-         Heads<Z> c) {
+void add(const Cuda& dev, const AttentionShape& s, HeadsView<Y> dst, HeadsView<Z> a, HeadsView<Z> b,
+         HeadsView<Z> c) {
     launch(dev, add_kernel<Y, Z>, s, dst, a, b, c);
 }
 
-template void merge(const Cuda&, const AttentionShape&, Heads<float>, const Piece<float>&,
+template void merge(const Cuda&, const AttentionShape&, HeadsView<float>, const Piece<float>&,
                     const Piece<float>&);
-template void merge(const Cuda&, const AttentionShape&, Heads<bf16>, const Piece<float>&,
+template void merge(const Cuda&, const AttentionShape&, HeadsView<bf16>, const Piece<float>&,
                     const Piece<float>&);
-#define ADD(Y, Z) \
-    template void add(const Cuda&, const AttentionShape&, Heads<Y>, Heads<Z>, Heads<Z>, Heads<Z>)
+#define ADD(Y, Z)                                                                     \
+    template void add(const Cuda&, const AttentionShape&, HeadsView<Y>, HeadsView<Z>, \
+                      HeadsView<Z>, HeadsView<Z>)
 ADD(float, float);
 ADD(bf16, float);
 ADD(float, const float);

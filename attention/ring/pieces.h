@@ -15,9 +15,9 @@
 // What some queries have from the keys they have seen.
 template <class A>
 struct Piece {
-    Heads<A> o;
-    Stats<A> lse;
-    Stats<A> rest;
+    HeadsView<A> o;
+    RowStatsView<A> lse;
+    RowStatsView<A> rest;
     Piece from(size_t t) const {
         return {.o = o.from(t), .lse = lse.from(t), .rest = rest.from(t)};
     }
@@ -54,11 +54,11 @@ struct Merge {
 // These work on (B, Tq, NH, HS) of views, whose rows are 16-byte aligned, or 8-byte in bf16. HS
 // divides 128 on a GPU.
 template <class Y>  // merges `piece` into `sum`, but the merged o goes to dst, which may be sum.o
-void merge(const Cuda&, const AttentionShape&, Heads<Y> dst, const Piece<float>& sum,
+void merge(const Cuda&, const AttentionShape&, HeadsView<Y> dst, const Piece<float>& sum,
            const Piece<float>& piece);
 template <class Y, class Z>  // dst ← a + b + c, without those that are null. dst may be one of them
-void add(const Cuda&, const AttentionShape&, Heads<Y> dst, Heads<Z> a, Heads<Z> b = {},
-         Heads<Z> c = {});
+void add(const Cuda&, const AttentionShape&, HeadsView<Y> dst, HeadsView<Z> a, HeadsView<Z> b = {},
+         HeadsView<Z> c = {});
 
 // Some queries with some keys, and a mask that ends where the keys end, or none.
 struct PieceCall {
@@ -143,7 +143,7 @@ class Pieces {
         return some;
     }
     template <class Y>
-    Heads<Y> view(Y* x) const {
+    HeadsView<Y> view(Y* x) const {
         return contiguous(x, s_.queries());
     }
     template <class Y>
@@ -157,19 +157,19 @@ class Pieces {
         both.NH = 2 * s_.keys().heads;
         return both;
     }
-    Heads<A> of_keys(A* dkv) const {
+    HeadsView<A> of_keys(A* dkv) const {
         const size_t sequence = 2 * s_.keys().C();
         return {.ptr = dkv, .batch = sequence, .token = s_.B * sequence};
     }
     // Where keys and values of another rank are.
     template <class Y>
-    Heads<Y> of_others(Y* kv) const {
+    HeadsView<Y> of_others(Y* kv) const {
         const size_t token = 2 * s_.keys().C();
         return {.ptr = kv, .batch = T() * token, .token = token};
     }
     struct KeysAndValues {
-        Heads<const X> k;
-        Heads<const X> v;
+        HeadsView<const X> k;
+        HeadsView<const X> v;
     };
     KeysAndValues keys_and_values(const Inputs& in) const {
         if (in.kv)
@@ -178,7 +178,7 @@ class Pieces {
         return {.k = own.k, .v = own.v};
     }
     template <class Y>
-    Stats<Y> stats(Y* x) const {  // (B, NH, T)
+    RowStatsView<Y> stats(Y* x) const {  // (B, NH, T)
         return {.ptr = x, .head = size_t(T())};
     }
     template <class Y>
@@ -196,7 +196,7 @@ class Pieces {
     // dst.
     template <class Y>
     void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first,
-                 Heads<Y> dst) {
+                 HeadsView<Y> dst) {
         const Piece<A> own{.o = view(q_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
         const Piece<A> to = (first ? sum : own).from(p.q0);
         const KeysAndValues kv = keys_and_values(in);

@@ -91,7 +91,7 @@ class Ring : Pieces<Dev, X> {
                 int queries = T() - p.q0;
                 if (first)
                     queries = others ? Tc_ : 0;  // step 0's, because this step wrote q_sum_
-                const Heads<A> sum = view(q_sum_).from(p.q0);
+                const HeadsView<A> sum = view(q_sum_).from(p.q0);
                 if (queries > 0)
                     add(dev_, tokens(queries), sum, sum, view(q_).from(p.q0));
             });
@@ -102,20 +102,20 @@ class Ring : Pieces<Dev, X> {
             add(dev_, keys(n), of_keys(dkv_), of_keys(dkv_), of_keys(travelling_.here));
             std::swap(dkv_, travelling_.here);
         }
-        const auto late = [&](Heads<A> x, bool there = true) {
-            return there ? x.from(Tc_) : Heads<A>{};
+        const auto late = [&](HeadsView<A> x, bool there = true) {
+            return there ? x.from(Tc_) : HeadsView<A>{};
         };
         beside_travel(ranks(), /*dkv=*/ranks() > 1, qkv, [&] {
             Base::backward(own_keys(Tc_, Tc_), own, q_, dkv_);
             add(dev_, tokens(Tc_), parts(dqkv).q, view(q_sum_));
-            const Heads<X> late_dq = parts(dqkv).q.from(Tc_);
+            const HeadsView<X> late_dq = parts(dqkv).q.from(Tc_);
             add(dev_, tokens(Tc_), late_dq, late(view(q_)), late(view(q_sum_), ranks() > 1));
         });
         const int come = ranks() > 1 ? summed(before(), ranks() - 1) : 0;
-        const Heads<X> dkv = parts(dqkv).k;
-        const Heads<A> own_sum = of_keys(dkv_);
-        const Heads<A> theirs = of_keys(travelling_.here);
-        add(dev_, keys(Tc_), dkv, own_sum, of_keys(dkv_sum_), come > 0 ? theirs : Heads<A>{});
+        const HeadsView<X> dkv = parts(dqkv).k;
+        const HeadsView<A> own_sum = of_keys(dkv_);
+        const HeadsView<A> theirs = of_keys(travelling_.here);
+        add(dev_, keys(Tc_), dkv, own_sum, of_keys(dkv_sum_), come > 0 ? theirs : HeadsView<A>{});
         add(dev_, keys(Tc_), dkv.from(Tc_), late(own_sum), late(theirs, come > Tc_));
     }
 

@@ -28,14 +28,14 @@ struct Library : Cuda {
     DType carry = DType::f32;
 };
 
-static __global__ void round_trip_kernel(Heads<float> x, size_t C, size_t n) {
+static __global__ void round_trip_kernel(HeadsView<float> x, size_t C, size_t n) {
     const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n)
         return;
     float& element = x.ptr[i / C * x.token + i % C];
     element = __bfloat162float(__float2bfloat16_rn(element));
 }
-static void round_trip(const Library& dev, const Heads<float>& x, int T, int NH) {
+static void round_trip(const Library& dev, const HeadsView<float>& x, int T, int NH) {
     if (dev.carry == DType::f32)
         return;
     const size_t C = size_t(NH) * HS;

@@ -185,13 +185,13 @@ struct Layout {
     }
     // What a piece has of a tensor.
     template <class A>
-    Heads<A> view(int tensor, A* x, const PieceCall& p) const {
+    HeadsView<A> view(int tensor, A* x, const PieceCall& p) const {
         const size_t more = (tensor + 1) * gap;
         const size_t row = C() + more;
         const size_t batch = T * row + gap;
-        const Heads<A> alone{.ptr = x + gap, .batch = batch, .token = row};
+        const HeadsView<A> alone{.ptr = x + gap, .batch = batch, .token = row};
         if (tensor == Lse || tensor == Rest)
-            return Heads<A>{.ptr = x, .batch = T + more, .token = 1}.from(p.q0);
+            return HeadsView<A>{.ptr = x, .batch = T + more, .token = 1}.from(p.q0);
         if (tensor == Out || tensor == Dout)
             return alone.from(p.q0);
         PackedHeads<A> all = packed(x, T, s);
@@ -205,7 +205,7 @@ struct Layout {
         return (tensor == K || tensor == Dk ? all.k : all.v).from(p.k0);
     }
     template <class A>
-    Stats<A> stats(int tensor, A* x, const PieceCall& p) const {
+    RowStatsView<A> stats(int tensor, A* x, const PieceCall& p) const {
         return {view(tensor, x, p).ptr, view(tensor, x, p).batch};
     }
     template <class A>  // from the first copy
@@ -213,7 +213,7 @@ struct Layout {
         const bool stats = tensor == Lse || tensor == Rest;
         const int tokens = tensor == Dk || tensor == Dv ? p.Tk : p.Tq;
         const int rows = s.B * (stats ? s.NH : 1) * tokens;
-        const Heads<const A> from = view(tensor, x, p);
+        const HeadsView<const A> from = view(tensor, x, p);
         std::vector<double> taken;
         for (int row = 0; row < rows; row++)
             for (size_t i = 0; i < (stats ? 1 : C()); i++)
@@ -223,7 +223,7 @@ struct Layout {
     // An input (B, T, NH, HS) goes to its place.
     template <class A, class X>
     void put(int tensor, A* x, const std::vector<X>& values) const {
-        const Heads<A> to = view(tensor, x, every_token());
+        const HeadsView<A> to = view(tensor, x, every_token());
         for (int row = 0; row < s.B * T; row++)
             std::copy_n(&values[row * C()], C(), to.row(row / T, row % T, 0, 0));
     }
@@ -1454,7 +1454,7 @@ struct Rows {
     size_t row() const { return C + gap; }
     size_t size() const { return B * T * row(); }
     template <class A>
-    Heads<A> of(A* x) const {
+    HeadsView<A> of(A* x) const {
         if (token_major)
             return {.ptr = x, .batch = row(), .token = B * row()};
         return {.ptr = x, .batch = T * row(), .token = row()};
@@ -1489,7 +1489,7 @@ static void check_merge(const AttentionShape& s, bool in_place) {
         const Piece<A> b{.o = of_piece.of<A>(of(piece)),
                          .lse = {of(piece_lse), head},
                          .rest = {of(piece_rest), head}};
-        if constexpr (std::is_same_v<decltype(to), Heads<A>>)
+        if constexpr (std::is_same_v<decltype(to), HeadsView<A>>)
             merge(dev, s, in_place ? a.o : to, a, b);
         else
             merge(dev, s, to, a, b);

@@ -17,7 +17,7 @@
 #include "dev/test/late.h"
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
-#include "layers/matmul_race.h"
+#include "layers/matmul_autotune.h"
 
 namespace {
 
@@ -473,7 +473,7 @@ void check_matmuls() {
     for (const auto& [N, C, OC] : shapes)
         check_matmul<X>(N, C, OC);
     check_matmul<X>(127, 64, 64, 1);     // pointers aligned to one element only
-    check_matmul<X>(2048, 512, 512, 1);  // large enough for algorithms to race
+    check_matmul<X>(2048, 512, 512, 1);  // large enough to be autotuned
 }
 TEST(matmul_tf32) {
     check_matmuls<float>();
@@ -524,10 +524,10 @@ TEST(qkv_bias) {
     check_qkv_bias<bf16>(127, 64, 1);
 }
 
-// A race of algorithms of our own. One that adds in another order is refused, also if the call's
-// operands cannot tell.
+// Autotuning over algorithms of our own. One that adds in another order is refused, also if the
+// call's operands cannot tell.
 enum { kWhole, kSplit, kSplitIfAdded, kSplitOnOwn, kIdle };
-TEST(matmul_race) {
+TEST(matmul_autotune) {
     const Cuda& dev = gpu();
     MatmulProduct p = {.rows = 1024, .cols = 1024, .k = 2048};
     const size_t rows = p.rows;
@@ -555,61 +555,61 @@ TEST(matmul_race) {
     };
     int runs = 0;
     using Numbers = std::vector<int>;
-    const auto race_of = [&](const Numbers& kinds, const float* a, const float* b) {
+    const auto tuned = [&](const Numbers& kinds, const float* a, const float* b) {
         runs = 0;
-        return race(Late(), p, {.d = d, .a = a, .b = b}, static_cast<int>(kinds.size()),
-                    [&](int i, const MatmulOperands& o, bool add) {
-                        runs++;
-                        const bool split = kinds[i] == kSplit ||
-                                           (kinds[i] == kSplitIfAdded && add) ||
-                                           (kinds[i] == kSplitOnOwn && o.a == a);
-                        if (kinds[i] != kIdle)
-                            multiply(o, add, split);
-                        return true;
-                    });
+        return autotune(Late(), p, {.d = d, .a = a, .b = b}, static_cast<int>(kinds.size()),
+                        [&](int i, const MatmulOperands& o, bool add) {
+                            runs++;
+                            const bool split = kinds[i] == kSplit ||
+                                               (kinds[i] == kSplitIfAdded && add) ||
+                                               (kinds[i] == kSplitOnOwn && o.a == a);
+                            if (kinds[i] != kIdle)
+                                multiply(o, add, split);
+                            return true;
+                        });
     };
     for (const bool accumulate : {false, true}) {
         p.accumulate = accumulate;
         const Values before = d.values();
         const Numbers kinds = {kWhole, kSplit, kWhole, kSplitIfAdded, kSplitOnOwn, kIdle};
-        const RaceResult random = race_of(kinds, a, b);
-        const RaceResult idle = race_of({kWhole, kIdle}, a, b);
+        const AutotuneResult random = tuned(kinds, a, b);
+        const AutotuneResult idle = tuned({kWhole, kIdle}, a, b);
         CHECK((random.equal == Numbers{0, 2}) && (random.fastest == 0 || random.fastest == 2));
         // the idle one is faster, but wrote nothing
         CHECK(idle.equal == Numbers{0} && idle.fastest == 0);
         // these sums are exact in every order
-        CHECK((race_of(kinds, ones, ones).equal == Numbers{0, 2, 4}));
+        CHECK((tuned(kinds, ones, ones).equal == Numbers{0, 2, 4}));
         // the first decides
-        CHECK((race_of({kSplit, kWhole, kSplit, kIdle}, ones, ones).equal == Numbers{0, 2}));
+        CHECK((tuned({kSplit, kWhole, kSplit, kIdle}, ones, ones).equal == Numbers{0, 2}));
         CHECK(same_bits(d.values(), before) == accumulate);
 
         // Where nothing can be compared the first is taken without a run.
-        const auto no_race = [&](const float* a, const float* b) {
-            return race_of({kWhole, kWhole}, a, b).equal == Numbers{0} && runs == 0;
+        const auto not_tuned = [&](const float* a, const float* b) {
+            return tuned({kWhole, kWhole}, a, b).equal == Numbers{0} && runs == 0;
         };
-        CHECK(no_race(zeros, b) && no_race(a, zeros));
+        CHECK(not_tuned(zeros, b) && not_tuned(a, zeros));
         // as if memory were full, which it must not be while other tests run beside
         gpu().reserved = dev.total_bytes;
-        CHECK(no_race(a, b));
+        CHECK(not_tuned(a, b));
         gpu().reserved = 0;
     }
 
-    // Each hostile set can tell a split of K by itself.
-    const Tensor<float> hostile_a(poison(n));
-    const Tensor<float> hostile_b(poison(n));
-    for (int set = 0; set < kHostileSets; set++) {
-        HostileOperand operand = {
-            .side = HostileOperand::kA, .type = DType::f32, .lines = rows, .k = K};
-        fill_hostile(Late(), hostile_a, set, operand);
-        operand.side = HostileOperand::kB;
+    // Each adversarial set can tell a split of K by itself.
+    const Tensor<float> adversarial_a(poison(n));
+    const Tensor<float> adversarial_b(poison(n));
+    for (int set = 0; set < kAdversarialSets; set++) {
+        AdversarialOperand operand = {
+            .side = AdversarialOperand::kA, .type = DType::f32, .lines = rows, .k = K};
+        fill_adversarial(Late(), adversarial_a, set, operand);
+        operand.side = AdversarialOperand::kB;
         operand.k_inner = true;
-        fill_hostile(Late(), hostile_b, set, operand);
-        const MatmulOperands operands = {.d = d, .a = hostile_a, .b = hostile_b};
+        fill_adversarial(Late(), adversarial_b, set, operand);
+        const MatmulOperands operands = {.d = d, .a = adversarial_a, .b = adversarial_b};
         multiply(operands, false, false);
         const Values whole = d.values();
         multiply(operands, false, true);
         if (same_bits(d.values(), whole))
-            test::report("hostile set", set, "a split of K gives the same bits");
+            test::report("adversarial set", set, "a split of K gives the same bits");
     }
 }
 

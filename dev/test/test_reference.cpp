@@ -301,7 +301,7 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
     X* bias = l.added("sum of dqkv", 3 * NH * HS);
     const PackedHeads<const X> in = packed<const X>(qkv, Tk, s);
     const PackedHeads<X> gradients = packed(dqkv, Tk, s);
-    const Heads<const X> queries = in.q.from(unasked);
+    const HeadsView<const X> queries = in.q.from(unasked);
     l.forward = [=] {
         AttentionForward<X> c{s};
         c.q = queries;

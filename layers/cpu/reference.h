@@ -192,7 +192,7 @@ void check_attention(const Cpu&, Attention kind, int, bool, bool context_paralle
 
 // Results of pieces (attention/ring/pieces.h).
 template <class A>
-void merge(const Cpu&, const AttentionShape& s, Heads<A> dst, const Piece<A>& sum,
+void merge(const Cpu&, const AttentionShape& s, HeadsView<A> dst, const Piece<A>& sum,
            const Piece<A>& piece) {
     for (int row = 0; row < s.B * s.NH * s.Tq; row++) {
         const int t = row % s.Tq;
@@ -208,8 +208,8 @@ void merge(const Cpu&, const AttentionShape& s, Heads<A> dst, const Piece<A>& su
     }
 }
 template <class A, class Z>
-void add(const Cpu&, const AttentionShape& s, Heads<A> dst, Heads<Z> a, Heads<Z> b = {},
-         Heads<Z> c = {}) {
+void add(const Cpu&, const AttentionShape& s, HeadsView<A> dst, HeadsView<Z> a, HeadsView<Z> b = {},
+         HeadsView<Z> c = {}) {
     for (int row = 0; row < s.B * s.Tq; row++)
         for (int i = 0; i < s.NH * s.HS; i++) {
             const auto of = [&](const auto& x) {

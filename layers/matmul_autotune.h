@@ -1,12 +1,12 @@
-// The race among algorithms for one matrix product. It picks the fastest of those that compute the
-// bits of the first. It is internal to matmul.cu, but a file of its own so that a test can feed the
-// race algorithms of its own.
+// Autotuning of the algorithm for one matrix product. It picks the fastest of those that compute
+// the bits of the first. It is internal to matmul.cu, but a file of its own so that a test can feed
+// it algorithms of its own.
 //
 // The promise is that every process computes the bits of the first algorithm, which is the
 // library's first proposal. That depends on the GPU model, the driver, the library, the product and
 // its operands' alignment, and on nothing that changes from run to run. The others take part only
-// if they give the same bits on hostile operands and on the call's own, each with beta = 0 and 1.
-// The hostile operands are the same in every process. So the clock decides the speed alone.
+// if they give the same bits on adversarial operands and on the call's own, each with beta = 0 and
+// 1. The adversarial operands are the same in every process. So the clock decides the speed alone.
 //
 // An algorithm that adds in another order could pass only by rounding alike in every element of all
 // these results. The first wins where nothing can be compared (a small product, too little memory,
@@ -50,16 +50,16 @@ struct MatmulOperands {
 // Enqueues algorithm i, with beta = 1 (`accumulate`) or 0. Returns false if it cannot run.
 using RunAlgorithm = std::function<bool(int i, const MatmulOperands&, bool accumulate)>;
 
-struct RaceResult {
+struct AutotuneResult {
     int fastest;
     std::vector<int> equal;  // those that took part, the first and all that gave its bits
 };
 // Leaves anything in D and pre, but keeps D if the product adds to what is there.
-RaceResult race(const Cuda& dev, const MatmulProduct& product, const MatmulOperands& o, int count,
-                const RunAlgorithm& run);
+AutotuneResult autotune(const Cuda& dev, const MatmulProduct& product, const MatmulOperands& o,
+                        int count, const RunAlgorithm& run);
 
-// One operand of a hostile set. A line is a row of op(A) or a column of op(B).
-struct HostileOperand {
+// One operand of an adversarial set. A line is a row of op(A) or a column of op(B).
+struct AdversarialOperand {
     enum Side { kA, kB };
     Side side = kA;
     DType type = DType::f32;
@@ -69,5 +69,5 @@ struct HostileOperand {
 };
 // Writes x. In set 0 the second half of k takes back what the first adds. In set 1 sizes are mixed
 // too, not only signs. In set 2 each row of A has one large element.
-constexpr int kHostileSets = 3;
-void fill_hostile(const Cuda& dev, void* x, int set, const HostileOperand& operand);
+constexpr int kAdversarialSets = 3;
+void fill_adversarial(const Cuda& dev, void* x, int set, const AdversarialOperand& operand);

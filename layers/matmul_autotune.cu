@@ -1,20 +1,21 @@
-// The race among algorithms for one matrix product (see matmul_race.h).
+// Autotuning of the algorithm for one matrix product (see matmul_autotune.h).
 #include <algorithm>
 #include <array>
 
 #include "common/random.h"
 #include "layers/layers.h"
-#include "layers/matmul_race.h"
+#include "layers/matmul_autotune.h"
 
 namespace {
 
-constexpr double kRaceFlops = 1e9;  // smaller products are not worth it
+constexpr double kAutotuneFlops = 1e9;  // smaller products are not worth it
 constexpr int kThreads = 256;
 constexpr int kRounds = 5;  // of the clock
 constexpr int kMedian = kRounds / 2;
 
 template <class X>
-__global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool second) {
+__global__ void adversarial_kernel(X* x, size_t lines, size_t K, bool k_inner, int set,
+                                   bool second) {
     for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K;
          i += size_t(gridDim.x) * kThreads) {
         const size_t line = k_inner ? i / K : i % lines;
@@ -72,23 +73,23 @@ float time_of(const Cuda& dev, F run) {
 
 }  // namespace
 
-void fill_hostile(const Cuda& dev, void* x, int set, const HostileOperand& operand) {
+void fill_adversarial(const Cuda& dev, void* x, int set, const AdversarialOperand& operand) {
     const auto launch = [&](auto* x) {
-        const bool second = operand.side == HostileOperand::kB;
-        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(x, operand.lines, operand.k,
-                                                                     operand.k_inner, set, second);
+        const bool second = operand.side == AdversarialOperand::kB;
+        adversarial_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(
+            x, operand.lines, operand.k, operand.k_inner, set, second);
     };
     if (operand.type == DType::bf16)
         launch(static_cast<bf16*>(x));
     else
         launch(static_cast<float*>(x));
-    LAUNCH_CHECK("hostile_kernel");
+    LAUNCH_CHECK("adversarial_kernel");
 }
 
-RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o, int count,
-                const RunAlgorithm& run) {
-    RaceResult result = {0, {0}};
-    if (count == 1 || 2. * p.rows * p.cols * p.k < kRaceFlops)
+AutotuneResult autotune(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o, int count,
+                        const RunAlgorithm& run) {
+    AutotuneResult result = {0, {0}};
+    if (count == 1 || 2. * p.rows * p.cols * p.k < kAutotuneFlops)
         return result;
     for (const void* x : {o.a, o.b, static_cast<const void*>(o.d), static_cast<const void*>(o.pre)})
         if (reinterpret_cast<uintptr_t>(x) % 4)
@@ -103,8 +104,8 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     if (!sum(o.a, a_bytes) || !sum(o.b, b_bytes))
         return result;
 
-    // The memory holds hostile A and B, and also D if the call's own D holds what the product is
-    // added to.
+    // The memory holds adversarial A and B, and also D if the call's own D holds what the product
+    // is added to.
     const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
     const bool in_place = p.accumulate && !o.c;
     const size_t b_at = aligned(a_bytes);
@@ -121,9 +122,9 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     MatmulOperands own = o;
     if (in_place)
         own.d = memory + d_at;
-    MatmulOperands hostile = own;
+    MatmulOperands adversarial = own;
     // the same in every process
-    hostile.a = memory, hostile.b = memory + b_at, hostile.c = nullptr;
+    adversarial.a = memory, adversarial.b = memory + b_at, adversarial.c = nullptr;
 
     // What algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those
     // that split K may add D before their parts or behind them.
@@ -144,23 +145,23 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     std::vector<int>& equal = result.equal;
     for (int i = 1; i < count; i++)
         equal.push_back(i);
-    for (int set = 0; set <= kHostileSets && equal.size() > 1; set++) {
-        const bool hostile_set = set < kHostileSets;
-        if (hostile_set) {
-            fill_hostile(dev, memory, set,
-                         {.side = HostileOperand::kA,
-                          .type = p.in,
-                          .lines = p.rows,
-                          .k = p.k,
-                          .k_inner = p.transpose_a});
-            fill_hostile(dev, memory + b_at, set,
-                         {.side = HostileOperand::kB,
-                          .type = p.in,
-                          .lines = p.cols,
-                          .k = p.k,
-                          .k_inner = !p.transpose_b});
+    for (int set = 0; set <= kAdversarialSets && equal.size() > 1; set++) {
+        const bool adversarial_set = set < kAdversarialSets;
+        if (adversarial_set) {
+            fill_adversarial(dev, memory, set,
+                             {.side = AdversarialOperand::kA,
+                              .type = p.in,
+                              .lines = p.rows,
+                              .k = p.k,
+                              .k_inner = p.transpose_a});
+            fill_adversarial(dev, memory + b_at, set,
+                             {.side = AdversarialOperand::kB,
+                              .type = p.in,
+                              .lines = p.cols,
+                              .k = p.k,
+                              .k_inner = !p.transpose_b});
         }
-        const MatmulOperands& x = hostile_set ? hostile : own;
+        const MatmulOperands& x = adversarial_set ? adversarial : own;
         const Outcomes expected = outcome(0, x);
         equal.erase(std::remove_if(equal.begin() + 1, equal.end(),
                                    [&](int i) { return outcome(i, x) != expected; }),
