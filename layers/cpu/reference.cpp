@@ -408,18 +408,27 @@ static void with_head_size(int HS, F f) {
     f(HS);
 }
 
-// Calls f(b, h) for every head. Every query of a head adds to dk and dv, so one thread has the
-// whole head.
-template <class F>
-static void for_each_head(const AttentionShape& s, F f) {
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < s.NH; h++)
-            f(b, h);
+// Calls f(b, h, row, memory) for every row of every head, in parallel. A thread's rows share memory
+// for n numbers.
+template <class X, class F>
+static void for_each_row(const AttentionShape& s, int rows, int n, F f) {
+#pragma omp parallel
+    {
+        std::vector<X> memory(n);
+#pragma omp for collapse(3) schedule(dynamic, 16)
+        for (int b = 0; b < s.B; b++)
+            for (int h = 0; h < s.NH; h++)
+                for (int row = 0; row < rows; row++)
+                    f(b, h, row, memory.data());
+    }
 }
 // Query i sees so many keys, the first ones.
 static int keys_seen(const AttentionShape& s, int i) {
     return s.causal ? i + s.shift() + 1 : s.Tk;
+}
+// The first query that sees key j. All later ones do, too.
+static int first_query(const AttentionShape& s, int j) {
+    return s.causal ? std::max(0, j - s.shift()) : 0;
 }
 // 1/√HS with all of X's digits, unless the shape says otherwise.
 template <class X>
@@ -440,26 +449,25 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
     const AttentionShape& s = c.s;
     const X scale = scale_of<X>(s);
     with_head_size(s.HS, [&](auto HS) {
-        for_each_head(s, [&](int b, int h) {
-            std::vector<X> p(s.Tk);
-            for (int i = 0; i < s.Tq; i++) {
-                const int keys = keys_seen(s, i);
-                for (int j = 0; j < keys; j++)
-                    p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
-                const SoftmaxOfRow<X> softmax = exponentials(p.data(), keys);
-                X o[kMaxHeadSize] = {};
-                for (int j = 0; j < keys; j++)
-                    axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
-                for (int d = 0; d < HS; d++)
-                    o[d] /= softmax.sum;
-                std::copy_n(o, HS, c.out.row(b, i, h, HS));
-                const size_t head = size_t(b) * s.NH + h;
-                const X lse = softmax.max + std::log(softmax.sum);
-                c.lse.ptr[head * c.lse.head + i] = lse;
-                if (c.lse_rest.ptr) {
-                    const double exact = double(softmax.max) + std::log(double(softmax.sum));
-                    c.lse_rest.ptr[head * c.lse_rest.head + i] = X(exact - lse);
-                }
+        for_each_row<X>(s, s.Tq, s.Tk, [&](int b, int h, int i, X* p) {
+            const int keys = keys_seen(s, i);
+            for (int j = 0; j < keys; j++)
+                p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
+            const SoftmaxOfRow<X> softmax = exponentials(p, keys);
+
+            X o[kMaxHeadSize] = {};
+            for (int j = 0; j < keys; j++)
+                axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
+            for (int d = 0; d < HS; d++)
+                o[d] /= softmax.sum;
+            std::copy_n(o, HS, c.out.row(b, i, h, HS));
+
+            const size_t head = size_t(b) * s.NH + h;
+            const X lse = softmax.max + std::log(softmax.sum);
+            c.lse.ptr[head * c.lse.head + i] = lse;
+            if (c.lse_rest.ptr) {
+                const double exact = double(softmax.max) + std::log(double(softmax.sum));
+                c.lse_rest.ptr[head * c.lse_rest.head + i] = X(exact - lse);
             }
         });
     });
@@ -470,45 +478,68 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
     check_call(kAttentionLimits<X>, c);
     const AttentionShape& s = c.s;
     const X scale = scale_of<X>(s);
+    // D(b, h, i) = do_i·o_i
+    std::vector<X> D(size_t(s.B) * s.NH * s.Tq);
+    const auto at = [&](int b, int h, int i) { return (size_t(b) * s.NH + h) * s.Tq + i; };
     with_head_size(s.HS, [&](auto HS) {
-        for_each_head(s, [&](int b, int h) {
+        // A query's dq is a sum over the keys that it sees.
+        for_each_row<X>(s, s.Tq, s.Tk, [&](int b, int h, int i, X* p) {
+            const int keys = keys_seen(s, i);
+            const X* q_i = c.q.row(b, i, h, HS);
+            const X* do_i = c.dout.row(b, i, h, HS);
+            const X D_i = D[at(b, h, i)] = dot(do_i, c.out.row(b, i, h, HS), HS);
             const size_t head = size_t(b) * s.NH + h;
-            for (int j = 0; j < s.Tk; j++) {
-                std::fill_n(c.dk.row(b, j, h, HS), HS, X(0));
-                std::fill_n(c.dv.row(b, j, h, HS), HS, X(0));
-            }
-            std::vector<X> p(s.Tk);
-            for (int i = 0; i < s.Tq; i++) {
-                const int keys = keys_seen(s, i);
-                const X* q_i = c.q.row(b, i, h, HS);
-                const X* do_i = c.dout.row(b, i, h, HS);
-                const X L = c.lse.ptr[head * c.lse.head + i];
-                const X D = dot(do_i, c.out.row(b, i, h, HS), HS);
+            const X L = c.lse.ptr[head * c.lse.head + i];
+            for (int j = 0; j < keys; j++)
+                p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
+            if (c.lse_rest.ptr)
                 for (int j = 0; j < keys; j++)
-                    p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
-                if (c.lse_rest.ptr)
-                    for (int j = 0; j < keys; j++)
-                        p[j] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
+                    p[j] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
 #pragma omp simd
-                for (int j = 0; j < keys; j++)
-                    p[j] = std::exp(p[j]);
-                X dq_i[kMaxHeadSize] = {};
-                for (int j = 0; j < keys; j++) {
-                    const X* k_j = c.k.row(b, j, h, HS);
-                    const X ds = p[j] * (dot(do_i, c.v.row(b, j, h, HS), HS) - D);
-                    axpy<X>(dq_i, scale * ds, k_j, HS);
-                    axpy<X>(c.dk.row(b, j, h, HS), scale * ds, q_i, HS);
-                    axpy<X>(c.dv.row(b, j, h, HS), p[j], do_i, HS);
-                }
-                std::copy_n(dq_i, HS, c.dq.row(b, i, h, HS));
+            for (int j = 0; j < keys; j++)
+                p[j] = std::exp(p[j]);
+
+            X dq_i[kMaxHeadSize] = {};
+            for (int j = 0; j < keys; j++) {
+                const X ds = p[j] * (dot(do_i, c.v.row(b, j, h, HS), HS) - D_i);
+                axpy<X>(dq_i, scale * ds, c.k.row(b, j, h, HS), HS);
             }
+            std::copy_n(dq_i, HS, c.dq.row(b, i, h, HS));
+        });
+        // A key's dk and dv are sums over the queries that see it.
+        for_each_row<X>(s, s.Tk, s.Tq, [&](int b, int h, int j, X* p) {
+            const int first = first_query(s, j);
+            const X* k_j = c.k.row(b, j, h, HS);
+            const X* v_j = c.v.row(b, j, h, HS);
+            const size_t head = size_t(b) * s.NH + h;
+            for (int i = first; i < s.Tq; i++)
+                p[i] =
+                    scale * dot(c.q.row(b, i, h, HS), k_j, HS) - c.lse.ptr[head * c.lse.head + i];
+            if (c.lse_rest.ptr)
+                for (int i = first; i < s.Tq; i++)
+                    p[i] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
+#pragma omp simd
+            for (int i = first; i < s.Tq; i++)
+                p[i] = std::exp(p[i]);
+
+            X dk_j[kMaxHeadSize] = {};
+            X dv_j[kMaxHeadSize] = {};
+            for (int i = first; i < s.Tq; i++) {
+                const X* do_i = c.dout.row(b, i, h, HS);
+                const X ds = p[i] * (dot(do_i, v_j, HS) - D[at(b, h, i)]);
+                axpy<X>(dk_j, scale * ds, c.q.row(b, i, h, HS), HS);
+                axpy<X>(dv_j, p[i], do_i, HS);
+            }
+            std::copy_n(dk_j, HS, c.dk.row(b, j, h, HS));
+            std::copy_n(dv_j, HS, c.dv.row(b, j, h, HS));
         });
     });
 }
 
 // -------------------------------------------------------------------------------------------------
-// Classifier: loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target];  dx =
-// dloss·(softmax(x) − onehot)
+// Classifier:
+//   loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target]
+//   dx = dloss·(softmax(x) − onehot)
 
 template <class X>
 void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N,
