@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes HellaSwag (a context, four endings, one of them right) as llm.c's file for multiple-choice evaluation.
+"""Writes HellaSwag (a context and four endings, one of them right) as llm.c's file for
+multiple-choice evaluation.
 
   header:   256 int32: magic 20240522, version 1, number of examples, bytes of the longest example
   example:  uint16 each, little endian:
@@ -7,8 +8,8 @@
             number of tokens of the context, the context,
             and for each ending: number of tokens, the tokens
 
-Endings are tokenised with the space before them, as GPT-2 has it; there is no <|endoftext|>. A model's answer is
-the ending of the least mean loss over the ending's tokens."""
+Endings are tokenised with the space before them, as GPT-2 expects; there is no <|endoftext|>. A
+model's answer is the ending whose tokens have the lowest mean loss."""
 
 import argparse
 import array
@@ -50,8 +51,8 @@ def encode_example(encoding, where, index, example):
         parts = [encoding.encode_ordinary(encodable(text)) for text in texts]
     except (KeyError, TypeError, ValueError):
         raise Fail(
-            f"{where}: expected text in ctx, 1 to 64 endings of text, and the index of one as label (the test "
-            "split has none); give val or train"
+            f"{where}: expected text in ctx, 1 to 64 endings of text, "
+            "and the index of one as label (the test split has none); give val or train"
         ) from None
     stream = [START_EXAMPLE, 0, index, label, len(endings)]
     for tokens in parts:
@@ -59,8 +60,8 @@ def encode_example(encoding, where, index, example):
     stream[1] = 2 * len(stream)
     if stream[1] > 65535 or index > 65535:
         raise Fail(
-            f"{where}: expected at most 65535 bytes an example and 65536 examples, found {stream[1]} bytes in "
-            f"example {index}; give a smaller file"
+            f"{where}: expected at most 65535 bytes an example and 65536 examples, "
+            f"found {stream[1]} bytes in example {index}; give a smaller file"
         )
     return array.array("H", stream)
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Turns text into token shards that ./train_gpt2cu reads, with GPT-2's byte pair encoding (tiktoken).
+"""Turns text into token shards for ./train_gpt2cu, with GPT-2's byte pair encoding (tiktoken).
 
   sources  →  batches of ~1 MB  →  tokens, on all cores  →  shards of --shard-tokens, in order
   files       cut where no         one <|endoftext|>        val_000000.bin, train_000001.bin, …
-              token changes        before each document     in DIR.part, which becomes DIR at the end
+              token changes        before each document     in DIR.part, finally renamed to DIR
 
-In memory are a few batches a core and one shard. If anything fails, DIR.part goes, so DIR is whole or not there.
+Only one shard and a few batches per core are in memory. If anything fails, DIR.part is removed, so
+that DIR is either complete or does not exist.
 
-A shard is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens, little endian."""
+A shard has llm.c's format: 256 int32 (magic 20240520, version 1, number of tokens), then the tokens
+as uint16, all little endian."""
 
 import argparse
 import codecs
@@ -67,12 +69,12 @@ DATASETS = {
 
 
 def hub_files(repository, folder=None, names=None):
-    """Paths of these files, or of the folder's, in the hub's cache. Each is downloaded when its turn comes."""
+    """Paths of these files, or of the folder's, in the hub's cache. Each is downloaded only when it
+    is asked for."""
     with asking_hub(repository) as hub:
         of_hub = {"repo_type": "dataset", "revision": hub.HfApi().dataset_info(repository).sha}
-        listing = (
-            [] if names else hub.HfApi().list_repo_tree(repository, folder, **of_hub)
-        )  # in no order
+        # The listing is in no order.
+        listing = [] if names else hub.HfApi().list_repo_tree(repository, folder, **of_hub)
         names = names or sorted(entry.path for entry in listing if entry.path.endswith(".parquet"))
     for name in names:
         with asking_hub(f"{repository}: {name}") as hub:
@@ -87,15 +89,15 @@ def encode(encoding, texts):
             continue
         if begins:
             tokens.append([END_OF_TEXT])
-        text = text.encode("utf-16", "surrogatepass").decode(
-            "utf-16", "replace"
-        )  # JSON can hold half a surrogate pair
+        # JSON can hold half a surrogate pair.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         tokens.append(encoding.encode_to_numpy(text, disallowed_special=()))
     return need("numpy").concatenate(tokens).astype("<u2")
 
 
 def in_order(pool, batches, encoding, ahead):
-    """The tokens of each batch, with at most `ahead` of them in flight. tiktoken lets threads run side by side."""
+    """The tokens of each batch, in order, with at most `ahead` batches in flight. tiktoken lets
+    threads run in parallel."""
     pending = collections.deque()
     for texts in batches:
         pending.append(pool.submit(encode, encoding, texts))
@@ -105,13 +107,15 @@ def in_order(pool, batches, encoding, ahead):
         yield future.result()
 
 
-# Plain text, here and in the trainer. A byte order mark at the file's beginning is dropped. Between documents stands
-# <|endoftext|> with at most one line end before and one behind it, \n or \r\n each. A line end between two of them
-# belongs to the first. Nothing else is stripped, even at the file's beginning and end: a last line end is text.
+# The trainer reads plain text by the same rules. A byte order mark at the start of the file is
+# dropped. Documents are separated by <|endoftext|> together with at most one line end, \n or \r\n,
+# on each side of it; a line end between two separators belongs to the first. Nothing else is
+# stripped, not even at the start or the end of the file: a last line end is text.
 DOCUMENTS = re.compile(r"(?:\r?\n)?<\|endoftext\|>(?:\r?\n)?")
 SPEECHES = re.compile(r"(?<=\n\n)")  # of tinyshakespeare: an empty line ends one, as llm.c has it
-# The last place where cutting a text changes no token, which is between a visible character and white space. GPT-2's
-# pattern looks ahead only from white space, and never back. Not after >, which may end a separator.
+# The last place where a cut changes no token: between a visible character and white space, because
+# GPT-2's pattern looks ahead only from white space and never looks back. Not after >, which may end
+# a separator.
 LAST_CUT = re.compile(r"(?s:.*)[^\s>](?=[ \t\r\n])")
 
 
@@ -124,15 +128,14 @@ def read_text(path, args):
             more = bool(block)
             if b"\0" in block:
                 raise Fail(
-                    f"{path}: no text: a NUL byte at offset {at + block.index(0)}; convert it to UTF-8"
+                    f"{path}: no text: a NUL byte at offset {at + block.index(0)}; "
+                    "convert it to UTF-8"
                 )
             try:
                 text += decoder.decode(block, final=not more)
             except UnicodeDecodeError as error:
-                offset, byte = (
-                    file.tell() - len(error.object) + error.start,
-                    error.object[error.start],
-                )
+                offset = file.tell() - len(error.object) + error.start
+                byte = error.object[error.start]
                 raise Fail(
                     f"{path}: invalid UTF-8 at offset {offset}: found byte 0x{byte:02x}; convert it"
                 ) from None
@@ -200,7 +203,7 @@ def all_or_nothing(output):
 
 
 def write_shards(folder, batches, val_tokens, args, bar):
-    """Cuts the stream of tokens into shards, those for validation first. Gives the number of tokens."""
+    """Cuts the stream of tokens into shards, validation first. Returns the number of tokens."""
     total, shards, data = 0, 0, next(batches, [])
     max_tokens = args.max_tokens or sys.maxsize
     while len(data) and total < max_tokens:
@@ -227,9 +230,8 @@ def prepare(args):
     for source in args.sources:
         check_fetched(source)
     with all_or_nothing(args.output) as folder:
-        tenth = (
-            sys.maxsize if known else max(1, sum(map(os.path.getsize, args.sources)) // 40)
-        )  # four bytes a token
+        # A token has about four bytes of text.
+        tenth = sys.maxsize if known else max(1, sum(map(os.path.getsize, args.sources)) // 40)
         val_tokens = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
         ranks = load_ranks(args)
         write_tokenizer(folder / "gpt2_tokenizer.bin", ranks)
@@ -240,12 +242,11 @@ def prepare(args):
             total = write_shards(folder, filter(len, batches), val_tokens, args, bar)
         if total <= val_tokens:
             raise Fail(
-                f"{args.output}: no tokens left to train on: found {total:,}, and {val_tokens:,} go to "
-                "validation; give more text or a smaller --val-tokens"
+                f"{args.output}: no tokens left to train on: found {total:,}, "
+                f"and {val_tokens:,} go to validation; give more text or a smaller --val-tokens"
             )
-    pattern = glob.escape(str(args.output)).replace(
-        "\\", r"\\"
-    )  # C's glob() takes one for an escape
+    # Unlike Python's, C's glob() takes a backslash for an escape.
+    pattern = glob.escape(str(args.output)).replace("\\", r"\\")
     command = [
         "./train_gpt2cu",
         "-i",
@@ -271,10 +272,12 @@ def tokens(text):
 @check_stdout()
 def main():
     parser = argparse.ArgumentParser(
-        description="Turns text into token shards for ./train_gpt2cu, with GPT-2's byte pair encoding.",
-        epilog="DIR is there only when it is complete. A run that fails keeps its downloads alone. In a .txt file "
-        "<|endoftext|> separates documents. HF_ENDPOINT names a mirror of the Hugging Face hub. README.md has "
-        "examples. Needs: pip install -r scripts/requirements.txt",
+        description="Turns text into token shards for ./train_gpt2cu, "
+        "with GPT-2's byte pair encoding.",
+        epilog="DIR appears only once it is complete; a run that fails keeps only its downloads. "
+        "In a .txt file <|endoftext|> separates documents. "
+        "HF_ENDPOINT names a mirror of the Hugging Face hub. README.md has examples. "
+        "Needs: pip install -r scripts/requirements.txt",
     )
     parser.add_argument(
         "sources",
@@ -316,11 +319,13 @@ def main():
     for source in args.sources:
         if (source not in DATASETS or len(args.sources) > 1) and Path(source).suffix not in READERS:
             parser.error(
-                f"{source}: expected one of {', '.join(DATASETS)} alone, or {', '.join(READERS)} files"
+                f"{source}: expected one of {', '.join(DATASETS)} alone, "
+                f"or {', '.join(READERS)} files"
             )
     if args.shard_tokens >= 2**31 or args.jobs < 1:
         parser.error(
-            f"expected --shard-tokens below 2^31 and --jobs from 1, found {args.shard_tokens} and {args.jobs}"
+            "expected --shard-tokens below 2^31 and --jobs from 1, "
+            f"found {args.shard_tokens} and {args.jobs}"
         )
     args.output = args.output or CACHE / Path(args.sources[0]).stem
     run(prepare, args)

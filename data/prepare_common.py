@@ -1,6 +1,6 @@
-"""What prepare.py, hellaswag.py and scripts/hf.py share: errors of one line, files that are whole or not there,
-downloads that are checked, and GPT-2's tokens. scripts/results.py takes from here what every Python
-tool needs."""
+"""What prepare.py, hellaswag.py and scripts/hf.py share: one-line errors, files that are either
+complete or absent, checked downloads, and GPT-2's tokens. scripts/results.py imports from here what
+every Python tool needs."""
 
 import contextlib
 import errno
@@ -14,8 +14,8 @@ import urllib.request
 from pathlib import Path
 
 END_OF_TEXT, VOCABULARY, TOKENIZER_MAGIC = 50256, 50257, 20240328
-# GPT-2's order of the bytes, whose first tokens they are. Its files show each as a visible character, Latin-1's visible
-# ones as themselves and the others from U+0100 on.
+# GPT-2's order of the bytes, which are its first tokens. Its files show each byte as a visible
+# character: Latin-1's visible ones as themselves, the others from U+0100 on.
 VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 BYTES = VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]
 SHOWN = {
@@ -24,7 +24,8 @@ SHOWN = {
 }
 # GPT-2's, as tiktoken writes it.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of GPT-2's vocab.bpe or merges.txt
+# Of GPT-2's vocab.bpe or merges.txt.
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 DAMAGED = "damaged, get the file again"
 CACHE = Path(__file__).parent / "cache"
 
@@ -135,7 +136,7 @@ def check_fetched(path):
 
 
 def rename(part, path):
-    """Gives its name to a file or folder that is on disk. A crash after this cannot take the name back."""
+    """Gives a file or folder that is on disk its final name. A crash after this cannot undo it."""
     os.replace(part, path)
     parent = os.open(path.parent, os.O_RDONLY)
     try:
@@ -158,7 +159,7 @@ def write_file(path, chunks):
 
 @contextlib.contextmanager
 def asking_hub(name):
-    """Gives huggingface_hub, which raises its own errors, those of its libraries and the network's."""
+    """Gives huggingface_hub, whose errors are its own, its libraries' and the network's."""
     with reading(name, "the Hugging Face hub does not give it; check HF_ENDPOINT and the network"):
         yield need("huggingface_hub")
 
@@ -188,12 +189,14 @@ def json_lines(path):
                     yield position, json.loads(line.decode())
             except (ValueError, RecursionError) as error:
                 raise Fail(
-                    f"{path}: no JSON in UTF-8 at offset {position}: {error}; give one object a line"
+                    f"{path}: no JSON in UTF-8 at offset {position}: {error}; "
+                    "give one object a line"
                 ) from None
 
 
 def load_ranks(args):
-    """{bytes of a token: its id}, by a file of merges, else by tiktoken, which keeps or downloads GPT-2's."""
+    """{bytes of a token: its id}, from the file of merges that --ranks names, or else from
+    tiktoken, which downloads GPT-2's and caches them."""
     path, advice = args.ranks, "give GPT-2's vocab.bpe or merges.txt with --ranks"
     if not path:
         with reading("GPT-2's ranks", f"cannot download; check the network, or {advice}"):
@@ -204,7 +207,8 @@ def load_ranks(args):
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 not in (MERGES_SHA256, args.ranks_sha256):
         raise Fail(
-            f"{path}: wrong SHA-256: found {sha256}; {advice}, or accept this file with --ranks-sha256"
+            f"{path}: wrong SHA-256: found {sha256}; {advice}, "
+            "or accept this file with --ranks-sha256"
         )
     byte_of = {character: byte for byte, character in SHOWN.items()}
     with reading(path, f"damaged, {advice}"):
@@ -214,7 +218,8 @@ def load_ranks(args):
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens) or len(tokens) > END_OF_TEXT or max(map(len, tokens)) > 255:
         raise Fail(
-            f"{path}: expected at most {END_OF_TEXT} different tokens of at most 255 bytes; {advice}"
+            f"{path}: expected at most {END_OF_TEXT} different tokens of at most 255 bytes; "
+            f"{advice}"
         )
     return ranks
 
@@ -229,20 +234,22 @@ def make_encoding(ranks):
 
 
 def encodable(text, spaces=400_000):
-    """This text, or none of null, unless tiktoken could panic, as it does at a million of white spaces in a row."""
+    """The text, "" for None. Raises ValueError for anything else, and for text at which tiktoken
+    could panic, as it does at a million white spaces in a row."""
     text = "" if text is None else text
     if not isinstance(text, str) or any(
         text[i : i + spaces].isspace() for i in range(0, len(text) - spaces + 1, spaces)
     ):
         raise ValueError(
-            f"expected text, with less than {spaces:,} white spaces in a row, found {type(text).__name__}"
+            f"expected text, with less than {spaces:,} white spaces in a row, "
+            f"found {type(text).__name__}"
         )
     return text
 
 
 def write_tokenizer(path, ranks):
-    """llm.c's tokenizer file: 256 uint32 (magic, version 2, tokens, id of <|endoftext|>), then for each a length byte
-    and as many bytes."""
+    """Writes llm.c's tokenizer file: 256 uint32 (magic, version 2, number of tokens, id of
+    <|endoftext|>), then for each token a length byte and that many bytes."""
     header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY, END_OF_TEXT, *[0] * 252)
     pieces = [*ranks, *[b""] * (END_OF_TEXT - len(ranks)), b"<|endoftext|>"]
     write_file(path, [header, *(bytes([len(piece)]) + piece for piece in pieces)])

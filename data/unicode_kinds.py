@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Writes data/unicode_kinds.txt: the kinds of all code points, in order, as runs of a kind and a length. L letters,
-N numbers, S white space, O others. tiktoken has Unicode 16.0, as Python 3.14 has."""
+"""Writes data/unicode_kinds.txt: the kinds of all code points, in order, as runs of a kind and a
+length. L is a letter, N a number, S white space, O anything else. tiktoken uses Unicode 16.0, as
+does Python 3.14."""
 
 import itertools
 import textwrap
@@ -10,9 +11,8 @@ from prepare_common import check_stdout
 
 
 def kind(c):
-    space = (
-        chr(c).isspace() and not 0x1C <= c <= 0x1F
-    )  # those four are white space to Python, not to Unicode
+    # Those four are white space to Python, but not to Unicode.
+    space = chr(c).isspace() and not 0x1C <= c <= 0x1F
     return "S" if space else {"L": "L", "N": "N"}.get(unicodedata.category(chr(c))[0], "O")
 
 

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Trains a plain PyTorch GPT-2 and ./train_gpt2cu from one checkpoint and shard, with the same batches, clipping and
-AdamW, and compares their losses step by step with PyTorch's in strict fp32. Exit code 1 if a step's are further apart
-than allowed, or if fewer than half of the steps were clipped.
+"""Trains a plain PyTorch GPT-2 and ./train_gpt2cu from one checkpoint and shard, with the same
+batches, clipping and AdamW, and compares our losses step by step with PyTorch's in strict fp32. The
+exit code is 1 if the losses of a step are further apart than allowed, or if fewer than half of the
+steps were clipped.
 
-fp32: --tol is allowed. A second PyTorch run, whose attention adds in another order (SDPA), shows how far rounding alone
-carries. Where training is unstable two correct programs part, as at --lr 1e-4, where the loss jumps by 1.6 at step 7.
+fp32: the losses may differ by --tol. A second PyTorch run, whose attention adds in another order
+(SDPA), shows how far apart rounding alone takes them. Where training is unstable, two correct
+programs diverge, as at --lr 1e-4, where the loss jumps by 1.6 at step 7.
 
-bf16: twice as far is allowed as PyTorch's own bf16 is from its fp32. Both keep fp32 masters and compute with bf16
-copies. PyTorch rounds the copies to nearest and we stochastically, hence the 2.
+bf16: the losses may differ by twice as much as PyTorch's own bf16 does from its fp32. Both programs
+keep fp32 masters and compute with bf16 copies. PyTorch rounds the copies to nearest and we round
+them stochastically, hence the factor of 2.
 
-    make train_gpt2cu && python3 scripts/compare_torch.py            # needs PyTorch, numpy and a GPU
+    make train_gpt2cu && python3 scripts/compare_torch.py     # needs PyTorch, numpy and a GPU
     python3 scripts/compare_torch.py --precision bf16
 """
 
@@ -35,12 +38,8 @@ except ImportError:
 def plain_attention(q, k, v, is_causal):
     T, HS = q.shape[-2:]
     s = (q @ k.transpose(-1, -2)) / math.sqrt(HS)
-    return (
-        s.masked_fill(
-            torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1), -math.inf
-        ).softmax(-1)
-        @ v
-    )
+    future = torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1)
+    return s.masked_fill(future, -math.inf).softmax(-1) @ v
 
 
 def train(model, data, a, attention, dtype):
@@ -72,8 +71,8 @@ def apart(a, b):
 
 
 def judge(a, ours, reference, other):
-    """What a row says of the losses, and whether they and the clipping are as they should be. `other` is PyTorch's fp32
-    with another attention, or its bf16."""
+    """What a row says about the losses, and whether they and the clipping are as they should be.
+    `other` is PyTorch's fp32 run with another attention, or its bf16 run."""
     own = apart(other, reference)
     found = {
         "difference": apart(ours, reference),
@@ -120,7 +119,8 @@ def trainer_options(a, checkpoint, shard):
 
 
 def checkpoint_tensors(model):
-    """In the order of the file. A block's tensor comes for all layers at once, and wte is padded."""
+    """The tensors in the file's order: each of a block's is there for all layers in a row, and wte
+    is padded."""
     layers = zip(*(block.parameters() for block in model.blocks))
     found = [
         model.wte.weight,
@@ -133,7 +133,8 @@ def checkpoint_tensors(model):
 
 
 def random_chain(n):
-    """Tokens as text has them that mostly follow a random first-order chain, so that there is something to learn."""
+    """Tokens with the frequencies of text that mostly follow a random first-order chain, so that
+    there is something to learn."""
     rng = np.random.default_rng(2)
     follow, free = np.reshape(text_ids(2000, 2), (1000, 2)), text_ids(n, 3)
     tokens = np.zeros(n, np.int64)
@@ -173,9 +174,8 @@ def main():
         )
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
-        False  # a sum split in bf16 is ten times as far
-    )
+    # A sum split in bf16 would be ten times as far off.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.manual_seed(1)
 
     model, tokens = gpt2(torch, L, NH, C, MAX_T, V), random_chain(a.steps * a.B * a.T + 1)
@@ -188,22 +188,20 @@ def main():
 
     data = torch.from_numpy(tokens).cuda()
     reference = train(model, data, a, plain_attention, torch.float32)
-    other = train(
-        model,
-        data,
-        a,
-        *(F.scaled_dot_product_attention, torch.float32)
-        if a.precision == "fp32"
-        else (plain_attention, torch.bfloat16),
-    )
+    if a.precision == "fp32":
+        other = train(model, data, a, F.scaled_dot_product_attention, torch.float32)
+    else:
+        other = train(model, data, a, plain_attention, torch.bfloat16)
     for step in range(0, a.steps, 10):
         print(
-            f"step {step + 1:3d}  torch {reference[step][0]:.6f} and {other[step][0]:.6f}  ours {ours[step][0]:.6f}"
+            f"step {step + 1:3d}  torch {reference[step][0]:.6f} and {other[step][0]:.6f}  "
+            f"ours {ours[step][0]:.6f}"
         )
     found, ok = judge(a, ours, reference, other)
     print(
-        f"largest difference over {a.steps} steps: {found['difference']:.2e} ({'fine' if ok else 'WRONG'}: "
-        f"{found['allowed']:.2e} is allowed, PyTorch's own is {found['torch_itself']:.2e}); {found['clipped']} clipped"
+        f"largest difference over {a.steps} steps: {found['difference']:.2e} "
+        f"({'fine' if ok else 'WRONG'}: {found['allowed']:.2e} is allowed, "
+        f"PyTorch's own is {found['torch_itself']:.2e}); {found['clipped']} clipped"
     )
     if a.json or a.out:
         about = {

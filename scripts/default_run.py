@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Trains with ./train_gpt2cu's defaults and keeps what README shows of it: a plot, and the samples with their losses.
+"""Trains with ./train_gpt2cu's defaults and keeps what the README shows of the run: a plot, and the
+samples with their losses, which are appended to dev/results/<gpu>/default_run.jsonl.
 
-python3 scripts/default_run.py     # two minutes on an H200; appends to dev/results/<gpu>/default_run.jsonl
+python3 scripts/default_run.py     # two minutes on an H200
 """
 
 import pathlib
@@ -12,7 +13,7 @@ from plot import plot
 
 
 def samples(log):
-    """What a row says of each sample: the run's settings, and the loss that was validated at that step."""
+    """What a row says about each sample: the run's settings and that step's validation loss."""
     run = log["run"][0]
     settings = {
         "dtype": run["precision"],

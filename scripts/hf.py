@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """GPT-2 from Hugging Face to this program and back, without loss.
 
-    python3 scripts/hf.py import openai-community/gpt2 gpt2.bin       # a name on the hub, or a folder with config.json
-    ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'                  # and safetensors files
+    # A name on the hub, or a folder with config.json and safetensors files.
+    python3 scripts/hf.py import openai-community/gpt2 gpt2.bin
+    ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'
 
-    python3 scripts/hf.py export run1 my-gpt2                         # its newest model_….bin, for transformers:
-    pipeline("text-generation", "my-gpt2", tokenizer="gpt2")("Once")  # after --bytes without tokenizer=
+    # The newest model_….bin of a run, for transformers; after --bytes without tokenizer=.
+    python3 scripts/hf.py export run1 my-gpt2
+    pipeline("text-generation", "my-gpt2", tokenizer="gpt2")("Once")
 
-Needs: pip install -r scripts/requirements.txt. One tensor at a time is in memory.
+Needs: pip install -r scripts/requirements.txt. Only one tensor at a time is in memory.
 
-What differs between the two: Hugging Face's Conv1D keeps matrices as (in, out), ours are (out, in) and stacked over
-layers; our wte has rows of zeros up to a multiple of 128. A model that our program would not compute alike is refused.
+The two formats differ: Hugging Face's Conv1D stores matrices as (in, out), ours are (out, in) and
+stacked over the layers, and our wte is padded with rows of zeros to a multiple of 128. A model that
+our program would compute differently is refused.
 """
 
 import argparse
@@ -42,19 +45,12 @@ MAGIC, HEADER_INTS = 20240326, 256
 BYTE_VOCABULARY = 257  # tokens of a model without merges: 256 bytes and <|endoftext|>
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
 PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
-SIZES = (
-    "n_positions",
-    "vocab_size",
-    "n_layer",
-    "n_head",
-    "n_embd",
-)  # in our header from index 2, then padded V
+# In our header from index 2, then padded V.
+SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
 # What the program computes, by transformers' names. Exports have the first.
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
-STORAGE, ITEM_BYTES = (
-    {"F32": "<f4", "F16": "<f2", "BF16": "<u2"},
-    {"F32": 4, "F16": 2, "BF16": 2},
-)  # bf16: its bits
+STORAGE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bf16: its bits
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def tensors(c):
@@ -86,21 +82,21 @@ def is_conv1d(name):
 
 
 def convert(name, x, have, want):
-    """A tensor's bytes for the other side: of another storage type, and turned around if it is a Conv1D's matrix. To
-    bf16 it rounds to nearest, ties to even."""
+    """A tensor's bytes for the other format: converted to another storage type, and transposed if
+    it is a Conv1D's matrix. Conversion to bf16 rounds to nearest, ties to even."""
     if have != want:
         x = (x.astype("<u4") << 16).view("<f4") if have == "BF16" else x.astype("<f4")
         if want == "BF16":
             bits = x.view("<u4")
-            rounded = (
-                bits + 0x7FFF + ((bits >> 16) & 1)
-            ) >> 16  # this sum could carry a NaN into infinity
+            # This sum could carry a NaN into infinity.
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             x = np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype("<u2")
     return np.ascontiguousarray(x.T if is_conv1d(name) else x).data
 
 
 def read_safetensors(path):
-    """name → (type, shape, bytes). The library checks the file, and gives no tensors, because numpy has no bf16."""
+    """name → (type, shape, bytes). The library only checks the file; it does not load the tensors,
+    because numpy has no bf16."""
     with reading(path), need("safetensors").safe_open(path, "numpy"), open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(length))
@@ -156,16 +152,19 @@ def read_config(path):
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
             raise Fail(
-                f"{path}: {key}: expected {values[0]}, found {config[key]}; only plain GPT-2 can be read"
+                f"{path}: {key}: expected {values[0]}, found {config[key]}; "
+                "only plain GPT-2 can be read"
             )
     for key in SIZES:
         if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
             raise Fail(
-                f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; get the file again"
+                f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; "
+                "get the file again"
             )
     if config["n_embd"] % config["n_head"]:
         raise Fail(
-            f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, found {config['n_embd']}"
+            f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, "
+            f"found {config['n_embd']}"
         )
     # Our file does not say which token begins and ends a text: the program goes by the vocabulary's
     # size. A library's default is GPT-2's token, whatever the size.
@@ -197,9 +196,8 @@ def read_tensors(folder, config):
         if twice := of_file.keys() & found.keys():
             raise Fail(f"{file}: tensor {min(twice)} is here a second time; get the folder again")
         found.update(of_file)
-    if config["n_layer"] > len(
-        found
-    ):  # said before a list of as many layers as a damaged config.json has
+    # Checked before tensors() makes a list of as many layers as a damaged config.json claims.
+    if config["n_layer"] > len(found):
         raise Fail(f"{folder}: fewer tensors than the n_layer of config.json")
     wanted = dict(tensors(config))
     for name, shape in wanted.items():
@@ -207,19 +205,18 @@ def read_tensors(folder, config):
         shape = shape[::-1] if is_conv1d(name) else shape
         if dtype not in STORAGE or have != shape:
             raise Fail(
-                f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {shape}, found {dtype} of {have}"
+                f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {shape}, "
+                f"found {dtype} of {have}"
             )
     for name, tensor in found.items():
+        is_causal_mask = re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name)
         if name == "lm_head.weight":  # of an older library; tied, it is wte
-            if tensor[:2] != found["wte.weight"][:2] or not np.array_equal(
-                tensor[2], found["wte.weight"][2]
-            ):
+            wte = found["wte.weight"]
+            if tensor[:2] != wte[:2] or not np.array_equal(tensor[2], wte[2]):
                 raise Fail(
                     f"{folder}: lm_head.weight is not wte.weight; only tied embeddings can be read"
                 )
-        elif name not in wanted and not re.fullmatch(
-            r"h\.\d+\.attn\.(masked_)?bias", name
-        ):  # those are causal masks
+        elif name not in wanted and not is_causal_mask:
             raise Fail(
                 f"{folder}: tensor {name}: GPT-2 as config.json describes it has none of this name"
             )
@@ -256,26 +253,30 @@ def import_model(source, out, want, _):
 
 
 def newest_model(folder):
-    """The trainer's rule: of the files with a checkpoint's name the largest step, whether its state is there or not."""
+    """Follows the trainer's rule: of the files with a checkpoint's name, the one with the largest
+    step, whether its state is there or not."""
     found = [
         re.fullmatch(r"model_([0-9]{8}|[1-9][0-9]{8,9})\.bin", name) for name in os.listdir(folder)
     ]
     if not any(found):
         raise Fail(
-            f"{folder}: expected a file, or a folder with one such as model_00001000.bin; give a run's folder"
+            f"{folder}: expected a file, or a folder with one such as model_00001000.bin; "
+            "give a run's folder"
         )
     return Path(folder, max(filter(None, found), key=lambda name: int(name[1]))[0])
 
 
 def read_model(path):
-    """Our checkpoint, or a run's newest: sizes, rows of padding, storage type, parameters as one flat array."""
+    """Reads our checkpoint, or a run's newest: sizes, rows of padding, storage type, and the
+    parameters as one flat array."""
     path = newest_model(path) if os.path.isdir(path) else path
     check_fetched(path)
     header = np.fromfile(path, "<i4", HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
         raise Fail(
-            f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "
-            "give a model checkpoint of this program or of llm.c (a model_….bin, not a state_….bin)"
+            f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), "
+            f"found {header[:2].tolist()}; give a model checkpoint of this program or of llm.c "
+            "(a model_….bin, not a state_….bin)"
         )
     config, dtype = dict(zip(SIZES, header[2:7].tolist())), VERSIONS[int(header[1])]
     padding = int(header[7]) - config["vocab_size"]
@@ -364,8 +365,9 @@ def export_model(path, out, want, of_bytes):
     write_file(out / "model.safetensors", chunks())
     if end and not is_of_bytes:
         print(
-            f"{out.name}: no tokenizer, and transformers loads an empty one without an error; give it "
-            'tokenizer="gpt2", or export with --bytes if the model was trained without --tokenizer'
+            f"{out.name}: no tokenizer, and transformers loads an empty one without an error; "
+            'give it tokenizer="gpt2", '
+            "or export with --bytes if the model was trained without --tokenizer"
         )
     return config, want
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws the pictures of attention/README.md, attention/pictures/*.svg. Sizes and orders are those of the kernels.
+"""Draws the pictures of attention/README.md, attention/pictures/*.svg. Sizes and orders are the
+kernels' own.
 
 python3 scripts/pictures.py
 """
@@ -15,14 +16,17 @@ INK, GREY, LIGHT, WHITE, HATCH = "#1a1a1a", "#595959", "#d5d5d5", "#ffffff", "ur
 ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
     "#E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
 )
-DEFINITIONS = f"""<marker id="tip" refX="9" refY="4" markerWidth="9" markerHeight="8" markerUnits="userSpaceOnUse"
-orient="auto"><path d="M0 0L9 4L0 8z"/></marker>
-<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M0 6L6 0M-1 1L1 -1M5 7L7 5"
-stroke="{GREY}"/></pattern>"""
+DEFINITIONS = (
+    '<marker id="tip" refX="9" refY="4" markerWidth="9" markerHeight="8" '
+    'markerUnits="userSpaceOnUse"\norient="auto"><path d="M0 0L9 4L0 8z"/></marker>\n'
+    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
+    f'<path d="M0 6L6 0M-1 1L1 -1M5 7L7 5"\nstroke="{GREY}"/></pattern>'
+)
 
 
 class Picture:
-    """An SVG, 800 wide and as high as needed, on a light panel, so that it reads alike on white and on dark pages."""
+    """An SVG, 800 wide and as high as needed, on a light panel, so that it looks the same on white
+    and on dark pages."""
 
     def __init__(self):
         self.parts, self.bottom = [], 0
@@ -49,7 +53,8 @@ class Picture:
         )
 
     def text(self, x, y, *lines, at=None, bold=False, step=18):
-        """Lines below one another, from baseline y on. x is their start, or what `at` says: middle or end."""
+        """Lines below one another, from baseline y on. x is their start, or as `at` says their
+        middle or end."""
         for i, words in enumerate(lines):
             self.add(
                 "text",
@@ -82,13 +87,13 @@ class Picture:
         height = math.ceil(self.bottom) + 14
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" role="img" fill="{INK}" '
-                'font-family="sans-serif" font-size="13">',
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" role="img" '
+                f'fill="{INK}" font-family="sans-serif" font-size="13">',
                 f"<title>{title}</title>",
                 f"<desc>{desc}</desc>",
                 DEFINITIONS,
-                f'<rect x="0.5" y="0.5" width="799" height="{height - 1}" rx="8" fill="{WHITE}" '
-                f'stroke="{LIGHT}"/>',
+                f'<rect x="0.5" y="0.5" width="799" height="{height - 1}" rx="8" '
+                f'fill="{WHITE}" stroke="{LIGHT}"/>',
                 *self.parts,
                 "</svg>",
                 "",
@@ -97,8 +102,9 @@ class Picture:
 
 
 def causal(p):
-    """Tiles of the causal square. A row for each 64 queries, a column for each 128 keys. Tiles are whole below the
-    diagonal, masked on it, not loaded above it. Blocks take tiles of 192 queries from the last to the first."""
+    """Tiles of the causal square. A row for each 64 queries, a column for each 128 keys. Tiles are
+    whole below the diagonal, masked on it, not loaded above it. Blocks take tiles of 192 queries
+    from the last to the first."""
     T, Bc, Br = 1024, 128, 192  # flash_bf16_sm90's forward at HS 64
     left, top, u = 112, 74, 26  # u: 64 queries or keys
     kinds = {
@@ -162,18 +168,17 @@ def causal(p):
 
 
 def online(p):
-    """The softmax state of one row before and after a tile. Bars of exp(S − m): of four keys, of a tile of four more,
-    and of all eight, where the first four have shrunk. Below stand m, l and O."""
-    S, V = (
-        [1, 3, 2, 0, 2, 5, 1, 4],
-        [(1, 0), (2, 1), (0, 1), (1, 1), (0, 2), (1, 1), (3, 0), (2, 2)],
-    )
+    """The softmax state of one row before and after a tile. Bars of exp(S − m): of four keys, of a
+    tile of four more, and of all eight, where the first four have shrunk. Below stand m, l and
+    O."""
+    S = [1, 3, 2, 0, 2, 5, 1, 4]
+    V = [(1, 0), (2, 1), (0, 1), (1, 1), (0, 2), (1, 1), (3, 0), (2, 2)]
 
     def pair(O):
         return f"({O[0]:.3f}, {O[1]:.3f})"
 
     def bars(x, heading, keys, m, *names):
-        """Draws keys relative to m. Returns rowsum P and P V, after saying them under these names."""
+        """Draws keys relative to m. Returns rowsum P and P V, and prints them under these names."""
         P, end = [math.exp(S[j] - m) for j in keys], x + 26 * len(keys)
         l, O = sum(P), [sum(weight * V[j][d] for weight, j in zip(P, keys)) for d in (0, 1)]
         p.text(x, 34, heading, bold=True)
@@ -199,18 +204,21 @@ def online(p):
     p.text(
         24,
         276,
-        f"factor = exp(m − m') = exp({m} − {new_m}) = {factor:.3f}: so much the first four bars shrink.",
+        f"factor = exp(m − m') = exp({m} − {new_m}) = {factor:.3f}: "
+        "so much the first four bars shrink.",
         f"l = {factor:.3f} · {l:.3f} + {tile_l:.3f} = {new_l:.3f}",
         f"O = {factor:.3f} · {pair(O)} + {pair(tile_O)} = {pair(new_O)}",
-        f"After the last tile out = O / l = {pair([x / new_l for x in new_O])}, the softmax of all keys times V.",
+        f"After the last tile out = O / l = {pair([x / new_l for x in new_O])}, "
+        "the softmax of all keys times V.",
         f"V's rows are {', '.join(map(str, V))}. HS is 2, scale 1.",
         step=26,
     )
 
 
 def fragments(p):
-    """The accumulator of m16n8k16 laid over the A operand. Two grids of 16 × 16 elements. In both, lanes 5 and 22 hold
-    the same places. Other cells show the lane that holds them."""  # as mma_m16n8k16_bf16 has it
+    """The accumulator of m16n8k16 laid over the A operand. Two grids of 16 × 16 elements. In both,
+    lanes 5 and 22 hold the same places. Other cells show the lane that holds them."""
+    # As in mma_m16n8k16_bf16.
     looks = {
         5: {"fill": ORANGE, "stroke_width": 2},
         22: {"fill": SKY, "stroke_width": 2, "stroke_dasharray": "5 3"},
@@ -228,9 +236,8 @@ def fragments(p):
             for r in range(16)
             for c in range(8)
         ]
-        for lane, lower, right, x, y in sorted(
-            held, key=lambda cell: cell[0] in looks
-        ):  # outlines last
+        held.sort(key=lambda cell: cell[0] in looks)  # outlines last
+        for lane, lower, right, x, y in held:
             words = (
                 f"{'LR'[right]}{2 * lower} {'LR'[right]}{2 * lower + 1}"
                 if x0 < 400
@@ -256,8 +263,9 @@ def fragments(p):
 
 
 def swizzle(p):
-    """A tile in shared memory, plain and swizzled. Eight rows of eight pieces of 16 bytes. Piece 3 of every row is
-    marked. Plain, all lie in the same four banks. Swizzled, each has banks of its own."""
+    """A tile in shared memory, plain and swizzled. Eight rows of eight pieces of 16 bytes. Piece 3
+    of every row is marked. Plain, all lie in the same four banks. Swizzled, each has banks of its
+    own."""
     colours = [ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, "#999999"]  # of bank groups
     for x0, swizzled, heading, *result in (
         (
@@ -298,13 +306,15 @@ def swizzle(p):
     p.text(
         62,
         384,
-        "A number is the piece c that lies there, 16 bytes or 4 banks. Columns show their first bank.",
+        "A number is the piece c that lies there, 16 bytes or 4 banks. "
+        "Columns show their first bank.",
     )
 
 
 def descriptor(p):
-    """What a wgmma descriptor says of a tile. K and V as two panels of 64 columns, in groups of 8 rows. A step over K
-    is 16 columns of all rows. A step over V, transposed, is 16 rows of both panels."""
+    """What a wgmma descriptor says of a tile. K and V as two panels of 64 columns, in groups of 8
+    rows. A step over K is 16 columns of all rows. A step over V, transposed, is 16 rows of both
+    panels."""
     high, wide = 42, 128  # a group of 8 rows, a panel of 64 columns
     for x0, heading, read, *notes in (
         (
@@ -350,8 +360,8 @@ def descriptor(p):
 
 
 def products(p):
-    """Seven products in two kernels, five in one. A column for each kernel: what a block keeps, what passes by, its
-    products, and where each of dQ, dK and dV is summed."""
+    """Seven products in two kernels, five in one. A column for each kernel: what a block keeps,
+    what passes by, its products, and where each of dQ, dK and dV is summed."""
     p.middle(272, 28, "flash_bf16: two kernels, 3 + 4 = 7 products", bold=True)
     p.middle(664, 28, "flash_bf16_sm90: 5 products", bold=True)
     p.line((531, 12), (531, 462), stroke=LIGHT, width=2)
@@ -400,16 +410,15 @@ def products(p):
 
 
 def turns(p):
-    """Turns of key tiles over query tiles. Two tables, time across, a row for each key tile. Forward, key tile 3 begins
-    sum q3 and key tile 0 ends it. Back, key tile 0 begins it and key tile 3 ends it."""
-    tiles, styles = (
-        4,
-        {
-            "=": (SKY, "begins the sum: stores"),
-            "+=": (ORANGE, "adds to the sum"),
-            "→ dQ": (GREEN, "ends it: fetches, adds, rounds"),
-        },
-    )
+    """Turns of key tiles over query tiles. Two tables, time across, a row for each key tile.
+    Forward, key tile 3 begins sum q3 and key tile 0 ends it. Back, key tile 0 begins it and key
+    tile 3 ends it."""
+    tiles = 4
+    styles = {
+        "=": (SKY, "begins the sum: stores"),
+        "+=": (ORANGE, "adds to the sum"),
+        "→ dQ": (GREEN, "ends it: fetches, adds, rounds"),
+    }
     for x0, forward, heading, *below in (
         (
             88,
@@ -454,8 +463,8 @@ def turns(p):
 
 
 def roles(p):
-    """A block of flash_bf16_sm90's forward. A producer thread, stages in shared memory, three consumer warpgroups.
-    Solid arrows are data. Dashed ones are arrivals that give room back."""
+    """A block of flash_bf16_sm90's forward. A producer thread, stages in shared memory, three
+    consumer warpgroups. Solid arrows are data. Dashed ones are arrivals that give room back."""
 
     def arrow(x0, x1, y, label, **more):
         p.line((x0, y), (x1, y), tip=True, **more)

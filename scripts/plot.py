@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Plots training runs from their log.jsonl: loss with validation and floor, gradient norm, learning rate, speed.
+"""Plots training runs from their log.jsonl: the loss with validation and floor, the gradient norm,
+the learning rate and the speed. The plot is a PNG, SVG or PDF, as the end of its name says.
 
 python3 scripts/plot.py run1                          # writes run1/plot.png
-python3 scripts/plot.py run1 run2 -o compare.svg      # several runs in one plot; PNG, SVG or PDF by the name's end
+python3 scripts/plot.py run1 run2 -o compare.svg      # several runs in one plot
 """
 
 import math
@@ -34,8 +35,8 @@ STYLE = {
     "axes.xmargin": 0.01,
     "svg.hashsalt": "plot",
     "svg.fonttype": "none",  # none: text stays text
-    "text.parse_math": False,
-}  # the name of a run may hold dollars
+    "text.parse_math": False,  # the name of a run may hold dollars
+}
 PANELS = {
     "loss": ("loss_nats", "Loss"),
     "norm": ("grad_norm", "Gradient norm"),
@@ -58,7 +59,7 @@ def pyplot():
 
 
 def smooth(values, width):
-    """The mean of `width` neighbours, at the start, where a loss is steep, of fewer; NaN is left out."""
+    """The mean of `width` neighbours, of fewer at the start, where a loss is steep; without NaN."""
     means = []
     for i in range(len(values)):
         half = min(width // 2, i)
@@ -121,7 +122,8 @@ def plot(runs, names, out):
         axes.set_title(PANELS[name][1])
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_ylim(bottom=0)
-    # The fall from ln V in the first steps would leave no room for the rest, so it may start above its panel.
+    # The drop from ln V in the first steps would leave no room for the rest, so the curve may start
+    # above its panel.
     loss.set_ylim(top=1.1 * max((x for x in settled if not math.isnan(x)), default=1))
     loss.set_ylabel("nats per token")
     panels["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -157,10 +159,8 @@ def main():
         help="the plot (default: plot.png in the first run's folder)",
     )
     a = arg.parse_args()
-    runs, folders = (
-        [results.read_log(run) for run in a.runs],
-        [results.folder_of(run) for run in a.runs],
-    )
+    runs = [results.read_log(run) for run in a.runs]
+    folders = [results.folder_of(run) for run in a.runs]
     names = [os.fsencode(folder.resolve().name).decode("utf-8", "replace") for folder in folders]
     out = a.out or folders[0] / "plot.png"
     if out.suffix not in (".png", ".svg", ".pdf"):

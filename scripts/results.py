@@ -1,4 +1,5 @@
-"""What the scripts share: rows of dev/results (dev/common/bench.h writes such rows too), logs of runs, and the trainer."""
+"""What the scripts share: rows of dev/results (dev/common/bench.h writes such rows too), logs of
+runs, and the trainer."""
 
 import argparse
 import contextlib
@@ -34,7 +35,8 @@ def fail(text):
 
 
 def arguments(doc, bench=None):
-    """A parser that shows the script's `doc`, with the options of a script that appends rows of `bench`."""
+    """A parser that shows the script's `doc`, with the options of a script that appends rows of
+    `bench`."""
     arg = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,7 +77,7 @@ def json_rows(path):
         yield number, row
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows of dev/results
 
 
@@ -129,7 +131,7 @@ def append(rows, bench, out=None):
     return path
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The trainer, and the logs that it writes
 
 
@@ -160,7 +162,8 @@ def read_log(run):
 
 @contextlib.contextmanager
 def whole(path):
-    """Gives a temporary name beside `path`: it becomes `path` when the block ends well, and is removed otherwise."""
+    """Gives a temporary name next to `path`. The file is renamed to `path` if the block succeeds,
+    and removed otherwise."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield part

@@ -1,13 +1,19 @@
 #!/usr/bin/env python3
-"""Trains on 1, 2, 4, … GPUs: the same losses at one global batch, and tokens per second at one batch a GPU.
+"""Trains on 1, 2, 4, … GPUs, and compares the losses at one global batch and the tokens per second
+at one batch per GPU.
 
-    make train_gpt2cu && python3 scripts/scaling.py             # up to all GPUs of this machine, or --gpus 1,2,4
+    make train_gpt2cu && python3 scripts/scaling.py     # on up to all GPUs here, or --gpus 1,2,4
     python3 scripts/scaling.py --model d24 --batch 32 --json
 
-Losses: strict fp32, 20 steps of the batch of most GPUs, so that fewer make more micro-batches of the same data. All
-must be within 1e-3 of one GPU's, or nothing is timed. Speed (weak scaling): each GPU has B·T tokens a step, the median
-of the steps after the first ten. Beside it the same GPUs with a run of its own on each, all at once: the slowest is
-what the step would take if ranks had nothing to say to each other. Both without and with a sharded optimizer (ZeRO-1).
+Losses: 20 steps in strict fp32, with the global batch of the most GPUs, which fewer GPUs split into
+more micro-batches of the same data. All losses must be within 1e-3 of one GPU's, or nothing is
+timed.
+
+Speed (weak scaling): each GPU has B·T tokens per step, and the median of the steps after the first
+ten counts. For comparison, the same GPUs run side by side, each with a run of its own: the slowest
+shows what a step would take if the ranks did not communicate.
+
+Losses and speed are both measured without and with a sharded optimizer (ZeRO-1).
 """
 
 import concurrent.futures
@@ -27,7 +33,8 @@ def gpus_here():
 
 
 def usual_ms(a, gpus, text):
-    """The median of the steps, once plans are made, connections open and the GPUs as warm as they will be."""
+    """The median of the steps, once plans are made, connections are open and the GPUs are fully
+    warmed up."""
     tok_s = [float(rate) for rate in re.findall(r"^step .* ([\d.]+) tok/s", text, flags=re.M)]
     return gpus * a.batch * a.tokens / statistics.median(tok_s[10:]) * 1e3
 
@@ -94,7 +101,8 @@ def main():
         ]
 
     def record(n, zero, **fields):
-        """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
+        """Appends a row as soon as it is known, so that it survives a later run that fails or is
+        interrupted."""
         if a.json or a.out:
             row = results.row(
                 "scaling", device, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields
@@ -148,7 +156,8 @@ def main():
         of_linear = tok_s / (n * single)
         gib = float(re.search(r"^memory +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
         print(
-            f"{n:4}  {zero:4}  {ms:9.2f}  {alone:12.2f}  {tok_s:10.0f}  {of_linear:9.1%}  {gib:5.1f}",
+            f"{n:4}  {zero:4}  {ms:9.2f}  {alone:12.2f}  {tok_s:10.0f}  {of_linear:9.1%}  "
+            f"{gib:5.1f}",
             flush=True,
         )
         record(

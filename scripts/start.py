@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Times a run's start: seconds from the start of the process to the end of step 1.
 
-    make train_gpt2cu && python3 scripts/start.py                     # GPT-2 124M
-    python3 scripts/start.py --models d12,d48 --resume --json         # 1558M too, from a file (-e) and resumed (-y)
+    make train_gpt2cu && python3 scripts/start.py                # GPT-2 124M
+    python3 scripts/start.py --models d12,d48 --resume --json    # 1558M too, and from files
 
-Every model starts with random weights, with as many threads as there are cores and with OMP_NUM_THREADS=1, as torchrun
-sets it; the faster of two starts counts. With --resume also from a model file and from a checkpoint, which lie in
---folder. What only reading these files takes, with cat, is timed before each of the two. The system has them in memory
-by then, because they have just been written.
+Every model starts with random weights, once with as many threads as there are cores and once with
+OMP_NUM_THREADS=1, as torchrun sets it; each time the faster of two starts counts. With --resume it
+also starts once from a model file (-e) and once from a checkpoint (-y), which are written to
+--folder. Before each of these, merely reading the files with cat is timed; by then the system has
+them in memory, because they have just been written.
 """
 
 import os
@@ -20,7 +21,7 @@ import time
 
 import results
 
-# Sequences per micro-batch: the default of the small model, and what fills the card with the large ones.
+# Sequences per micro-batch: the small model's default, and what fills the card with a large one.
 BATCH = {"d12": 8, "d24": 32, "d36": 16, "d48": 16}
 
 
@@ -73,7 +74,8 @@ def main():
 
     def record(model, what, seconds, read_seconds=0.0):
         print(
-            f"{model:5} {what:24} {seconds:7.2f} s to the end of step 1, {read_seconds:6.2f} s only reading",
+            f"{model:5} {what:24} {seconds:7.2f} s to the end of step 1, "
+            f"{read_seconds:6.2f} s only reading",
             flush=True,
         )
         rows.append(

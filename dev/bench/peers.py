@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Times PyTorch's scaled_dot_product_attention beside ./dev/bench_attention, in one run on the same shapes.
+"""Times PyTorch's scaled_dot_product_attention and ./dev/bench_attention in one run, on the same
+shapes.
 
-    make benches && python3 dev/bench/peers.py              # needs PyTorch and a GPU, else it says so and ends with 0
+    make benches && python3 dev/bench/peers.py  # without PyTorch or a GPU: skipped, exit code 0
     python3 dev/bench/peers.py --dtype bf16 --hs 128 --shapes 4x4096,2x16384 --json
 
-The peers: torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32: 3xTF32), torch_math (T×T in memory).
-Where FlashAttention 3's module flash_attn_interface is installed, also fa3 and fa3_det, its deterministic form.
-They get what our kernels get: q, k, v as views of one packed (B, T, 3, NH, HS), random values, and buffers that rotate
-through twice the L2 cache. Each is validated first, a head against fp64. What is timed is the bare operator, forward or
-backward, on the GPU alone, in the two protocols of dev/common/bench.h. Sustained launches are those of CUDA graphs.
-"ours/peer" is how many times as fast our fastest kernel is at that shape: above 1, ours wins.
+The peers are torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32: 3xTF32) and
+torch_math (T×T in memory). If FlashAttention 3's module flash_attn_interface is installed, fa3 and
+its deterministic form fa3_det are timed too. They get what our kernels get: q, k and v as views of
+one packed (B, T, 3, NH, HS), random values, and buffers that rotate through twice the L2 cache. One
+head of each is first validated against fp64. What is timed is the bare operator, forward or
+backward, on the GPU alone, in the two protocols of dev/common/bench.h; the sustained one replays
+CUDA graphs. "ours/peer" is how many times as fast our fastest kernel is at that shape: above 1,
+ours wins.
 """
 
 import importlib.util
@@ -41,7 +44,8 @@ TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
 
 
 def torch_with_gpu(script):
-    """PyTorch, for a script that measures it on a GPU; without either the script says so and ends with 0."""
+    """PyTorch, for a script that measures it on a GPU. Without either, the script says so and exits
+    with 0."""
     try:
         import torch
 
@@ -66,7 +70,7 @@ def rows_of(program, *options, run=results.run_aloud):
 
 
 def our_rows(a):
-    """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
+    """The rows that ./dev/bench_attention writes. It exits with 1 if a result of ours is wrong."""
     code, rows = rows_of(
         ROOT / "dev" / "bench_attention",
         "--heads",
@@ -132,7 +136,8 @@ class Peer:
         return self.torch.autograd.grad(self.out[i], self.qkv[i], self.dout[i], retain_graph=True)
 
     def relative_error(self):
-        """The largest relative L2 error among out, dq, dk, dv of the last head, against fp64 in blocks of queries."""
+        """The largest relative L2 error among the last head's out, dq, dk and dv, against fp64 in
+        blocks of queries."""
         torch = self.torch
         q, k, v = (x[-1, -1].detach().double().requires_grad_() for x in self.qkv[0])
         dout, places = self.dout[0][-1, -1].double(), torch.arange(len(q), device=q.device)
@@ -184,7 +189,7 @@ class Peer:
 
 
 def peer_rows(torch, backend, dtype, B, T, HS):
-    """Two rows, forward and backward. Raises RuntimeError where the backend does not take the shape."""
+    """Two rows, forward and backward. Raises RuntimeError if the backend refuses the shape."""
     bytes_of_math = 6 * 4 * B * NH * T * T
     if backend == "torch_math" and bytes_of_math > 0.8 * torch.cuda.mem_get_info()[0]:
         raise RuntimeError(f"needs some {bytes_of_math / 2**30:.0f} GiB")
@@ -236,13 +241,12 @@ def main():
     peers = PEERS if importlib.util.find_spec("flash_attn_interface") else BACKENDS
     torch = torch_with_gpu("peers.py")
     torch.backends.cuda.matmul.allow_tf32 = False
-    warnings.simplefilter(
-        "ignore"
-    )  # a backend that refuses a shape warns at length, and then raises
+    # A backend that refuses a shape warns at length, and then raises.
+    warnings.simplefilter("ignore")
     torch.manual_seed(1)
 
     def record(found):
-        """What came before a run that fails, or is ended, stays."""
+        """Appends at once, so that rows survive a later run that fails or is interrupted."""
         return results.append(found, "attention", a.out) if (a.json or a.out) and found else None
 
     rows = our_rows(a)
@@ -252,7 +256,8 @@ def main():
         f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {NH}, HS {a.hs}, causal"
     )
     print(
-        f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer | sust. ms   TF/s ours/peer | error"
+        f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer "
+        "| sust. ms   TF/s ours/peer | error"
     )
     for dtype, B, T in shapes:
         found = [r for r in rows if (r["dtype"], r["B"], r["T"]) == (dtype, B, T)]
@@ -260,9 +265,8 @@ def main():
             try:
                 found += peer_rows(torch, backend, dtype, B, T, a.hs)
             except RuntimeError as e:  # also PyTorch's out of memory
-                print(
-                    f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {str(e).splitlines()[0][:80]}"
-                )
+                why = str(e).splitlines()[0][:80]
+                print(f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {why}")
             torch.cuda.empty_cache()
         path = record([r for r in found if r["kernel"] in PEERS]) or path
         for pas, r in itertools.product(("fwd", "bwd"), found):

@@ -1,22 +1,27 @@
 #!/usr/bin/env python3
-"""Times a plain PyTorch GPT-2 beside ./dev/bench_train, in one run on the same shapes: tokens per second and memory.
+"""Times a plain PyTorch GPT-2 and ./dev/bench_train in one run, on the same shapes: tokens per
+second and memory.
 
-    make benches && python3 dev/bench/peers_train.py            # needs PyTorch and a GPU, else it says so and ends with 0
+    make benches && python3 dev/bench/peers_train.py  # without PyTorch or a GPU: skipped, code 0
     python3 dev/bench/peers_train.py --model d24 --shapes 16x1024,4x1024 --json
 
-The peer is what people run: the same model compiled by torch.compile, matmuls and attention in bf16 by autocast over
-fp32 weights, F.scaled_dot_product_attention, fused AdamW, gradients clipped at norm 1. Initial weights, learning rate,
-weight decay, token ids drawn as text has them and the vocabulary of 50257 padded to 50304 are bench_train's, and so is
-what is timed: the whole step, from the upload of its batch to the loss read back, 3 s of steps to warm up, then the
-mean of the next 5 s.
-Each backend of attention (FlashAttention 2 and cuDNN's) trains in a process of its own, and the faster one is recorded.
-Before it is timed the loss must start at ln V and fall over 20 steps on one batch. "GiB" is the device memory in use
-after the last step, with the CUDA context and all that PyTorch's allocator holds for the peak of a step.
-Ours runs at -r 1, the default, and at -r 0, which recomputes nothing, as the peers do. "ours/peer" is how many times as
-fast ours is at -r 0: above 1, ours wins.
+The peer is what people run: the same model under torch.compile, matmuls and attention in bf16 by
+autocast over fp32 weights, F.scaled_dot_product_attention, fused AdamW, and gradients clipped at
+norm 1. It shares bench_train's initial weights, learning rate, weight decay, token ids with the
+frequencies of text, and vocabulary of 50257 padded to 50304. What is timed is also the same: the
+whole step, from uploading its batch to reading back the loss, as the mean of 5 s of steps after 3 s
+of warm-up.
 
---llmc PROGRAM is llm.c's train_gpt2cu, built with cuDNN as its README says. It runs on such tokens at -r 0, once for
-each of its -ge 0, 1 and 2. The fastest is recorded, with the milliseconds and the memory that it prints.
+Each attention backend (FlashAttention 2 and cuDNN's) trains in a process of its own, and the faster
+one is recorded. Before it is timed, the loss must start at ln V and fall over 20 steps on one
+batch. "GiB" is the device memory in use after the last step, including the CUDA context and all
+that PyTorch's allocator holds for the peak of a step. Ours runs at -r 1, the default, and at -r 0,
+which recomputes nothing, as the peers do. "ours/peer" is how many times as fast ours is at -r 0:
+above 1, ours wins.
+
+--llmc PROGRAM is llm.c's train_gpt2cu, built with cuDNN as its README says. It runs on such tokens
+at -r 0, once with each of -ge 0, 1 and 2. The fastest is recorded, with the milliseconds and the
+memory that it prints.
 """
 
 import argparse
@@ -72,7 +77,8 @@ def our_row(model, B, T, recompute):
 
 
 def training_step(torch, model, batch):
-    """A function that trains `model` for one step on `batch`, tokens and targets in host memory, and gives the loss."""
+    """A function that trains `model` for one step on `batch`, the tokens and targets in host
+    memory, and returns the loss."""
     params = list(model.parameters())
     device = params[0].device
     adam = adamw(torch, params, lr=3e-4, weight_decay=0.1, fused=True)
@@ -99,7 +105,8 @@ def random_batch(torch, B, T):
 def check_losses(losses):
     if not (abs(losses[0] - math.log(V)) < 0.5 and losses[-1] < losses[0]):
         raise Wrong(
-            f"the loss goes from {losses[0]:g} to {losses[-1]:g}, expected from ln V = {math.log(V):g} down"
+            f"the loss goes from {losses[0]:g} to {losses[-1]:g}, "
+            f"expected from ln V = {math.log(V):g} down"
         )
 
 
@@ -142,11 +149,11 @@ def llmc_figures(program, model, ge, B, T):
         tokens = array.array("H", text_ids(20 * B * T + 1))
         for name in "train.bin", "val.bin":
             write(pathlib.Path(shards, name), [20240520, 1, len(tokens)], tokens)
-        options = f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} -x 100000 -r 0"
-        command = [
-            program,
-            *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split(),
-        ]
+        options = (
+            f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} "
+            f"-x 100000 -r 0 -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0"
+        )
+        command = [program, *options.split()]
         run = subprocess.Popen(
             command, cwd=shards, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -176,7 +183,8 @@ def llmc_figures(program, model, ge, B, T):
 
 
 def figures_or_reason(*arguments):
-    """What measure() gives, or in a word why it cannot: not every exception of PyTorch's passes between processes."""
+    """What measure() returns, or a few words on why it failed: not all of PyTorch's exceptions can
+    be passed between processes."""
     try:
         return measure(*arguments)
     except Wrong:
@@ -208,7 +216,8 @@ def line(row, ours=None):
 
 
 def fastest(kernel, model, B, T, ours, tried, **about):
-    """The row of the fastest, or none. `tried` has kinds of attention, each with its figures or why there are none."""
+    """A list with the row of the fastest, empty if there is none. `tried` pairs each kind of
+    attention with its figures, or with the reason why there are none."""
     found = []
     for sdpa, figures in tried:
         if isinstance(figures, str):
@@ -270,8 +279,9 @@ def main():
 
     # This process leaves the GPU alone: a context of its own would count in everyone's memory.
     print(
-        f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "
-        f"{'B':>4} {'T':>6} | {'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}",
+        f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n"
+        f"{'kernel':13} {'attention':12} {'B':>4} {'T':>6} | "
+        f"{'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}",
         flush=True,
     )
     path = None
@@ -303,7 +313,7 @@ def main():
             )
             about = {field: rows[0][field] for field in ("gpu", "cuda")}
             rows += fastest("llm.c", a.model, B, T, ours, figures, **about)
-        if rows and (a.json or a.out):  # what came before a shape that fails, or is ended, stays
+        if rows and (a.json or a.out):  # at once, so that they survive a later shape that fails
             path = results.append(rows, "train", a.out)
     if path:
         print(path)

@@ -1,21 +1,23 @@
-"""A plain PyTorch GPT-2, and data for it, that scripts/compare_torch.py and dev/bench/peers_train.py compare ours with."""
+"""A plain PyTorch GPT-2 and data for it, with which scripts/compare_torch.py and
+dev/bench/peers_train.py compare ours."""
 
 import array
 import math
 import random
 
+# L, NH, C
 SIZES = {
     "d12": (12, 12, 768),
     "d24": (24, 16, 1024),
     "d36": (36, 20, 1280),
     "d48": (48, 25, 1600),
-}  # L, NH, C
+}
 MAX_T, V, VP = 1024, 50257, 50304
 
 
 def gpt2(torch, L, NH, C, max_T, rows=VP):
-    """GPT-2 as a module from (tokens, targets) to the mean loss. wte has so many rows and is the classifier too. No
-    dropout. A block's parameters are in the order of a checkpoint."""
+    """GPT-2 as a module from (tokens, targets) to the mean loss. wte has `rows` rows and is the
+    classifier too. There is no dropout. A block's parameters are in the order of a checkpoint."""
     nn, F = torch.nn, torch.nn.functional
 
     class Block(nn.Module):
@@ -69,7 +71,8 @@ def adamw(torch, params, lr, weight_decay, **more):
 
 
 def text_ids(n, seed=1):
-    """Random token ids with p ∝ 1/(id + 2.7), about as often as text has them: dev/bench/bench_train.cu says why."""
+    """Random token ids with p ∝ 1/(id + 2.7), roughly the frequencies of real text;
+    dev/bench/bench_train.cu says why."""
     return random.Random(seed).choices(range(V), [1 / (token + 2.7) for token in range(V)], k=n)
 
 

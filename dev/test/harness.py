@@ -1,6 +1,7 @@
-"""The test harness of the Python scripts, dev/common/test.h's twin, and what their tests share. Functions named test_… of the
-main program run in order. One may raise Skip("why"), and one with a parameter gets an empty folder. An argument
-selects by name. The program ends in "N passed, N failed, N skipped". run_tests.sh ends one that takes too long."""
+"""The test harness of the Python scripts, the twin of dev/common/test.h, and what their tests
+share. The main program's functions named test_… run in order. One may raise Skip("why"), and one
+with a parameter gets an empty folder. An argument selects tests by name. The program's last line is
+"N passed, N failed, N skipped". run_tests.sh kills a program that takes too long."""
 
 import atexit
 import contextlib
@@ -78,7 +79,7 @@ def tokenizer_file(tokens, magic=20240328):
 
 
 def ended(script, *arguments):
-    """How main() of a script ends with these arguments, in this process: exit code, stdout, stderr."""
+    """Runs main() of a script with these arguments, in this process: exit code, stdout, stderr."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = [f"{script}.py", *map(str, arguments)]
     with (
@@ -118,7 +119,8 @@ def unread_pipe():
 
 
 def run(*command, code=0, cwd=ROOT, stdout=subprocess.PIPE, **variables):
-    """How a command ended, if with this exit code. Of make's settings and of those for rows it has only `variables`."""
+    """Runs a command, which has to exit with `code`. Of make's settings and of those for rows, it
+    sees only the ones in `variables`."""
     others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "RUN", "COMMIT", "B")
     env = {name: value for name, value in os.environ.items() if name not in others}
     done = subprocess.run(

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of scripts/hf.py. Round trips keep every bit, Hugging Face's GPT-2 and ours agree in loss and every gradient,
-and bad input is refused in one line.
+"""Tests of scripts/hf.py: round trips keep every bit, Hugging Face's GPT-2 and ours agree in the
+loss and in every gradient, and bad input is refused in one line.
 
 The comparison needs PyTorch: pip install -c scripts/requirements-more.txt transformers torch
 """
@@ -104,8 +104,9 @@ def padded(V):
 
 
 def new_export(version=3, P=P, V=V, values=b""):
-    """In a new folder a.bin and its export, the folder hf. a.bin begins with these values. Random bits follow, NaNs
-    among them, because what is only moved must come back as it was. Padding is zero."""
+    """Creates a.bin and its export, the folder hf, in a new folder. a.bin begins with these values.
+    Random bits follow, including NaNs, because what is only moved must come back as it was. Padding
+    is zero."""
     new_folder()
     size, rest = 4 if version == 3 else 2, P * C + L * (12 * C * C + 13 * C) + 2 * C
     chance, sizes = random.Random(1), header(20240326, version, P, V, L, NH, C, padded(V))
@@ -121,7 +122,8 @@ def new_export(version=3, P=P, V=V, values=b""):
 
 
 def llmc_order(P, V, C):
-    """Name, rows and columns of GPT-2's tensors as llm.c has them and in its order. A vector has one column."""
+    """Name, rows and columns of GPT-2's tensors, as llm.c stores them and in its order. A vector
+    has one column."""
     blocks = [
         ("ln_1", C, 1),
         ("attn.c_attn", 3 * C, C),
@@ -180,17 +182,15 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
             "torch_dtype": dtype,
             **ends,
         }
-        assert (
-            int.from_bytes(read(TENSORS)[:8], "little") % 8 == 0
-        )  # P and V change its header's length
+        # P and V change the length of this header.
+        assert int.from_bytes(read(TENSORS)[:8], "little") % 8 == 0
         converts(*IMPORT)
         assert read("a.bin") == read("b.bin"), (version, V)
 
-        # A round trip sees neither the order of tensors nor their names, and that c_… weights are (in, out) there.
-        exported, numbers = (
-            read_tensors(),
-            np.fromfile("a.bin", "<u4" if version == 3 else "<u2", offset=1024),
-        )
+        # A round trip would not notice tensors in a wrong order or with wrong names, nor c_…
+        # weights that are not (in, out) in the export.
+        exported = read_tensors()
+        numbers = np.fromfile("a.bin", "<u4" if version == 3 else "<u2", offset=1024)
         for name, rows, columns in llmc_order(P, V, C):
             tensor, numbers = np.split(numbers, [rows * columns])
             tensor = tensor.reshape(rows, columns)[: V if name == "wte.weight" else rows]
@@ -236,7 +236,7 @@ def test_conversion_of_precision():
     found = unpack("H", read_tensors("hf2/model.safetensors")["wte.weight"][0])[: len(bits)]
     assert found == want, [hex(x) for x in found]
 
-    # Import of one tensor of another type, the file's last: no bit of it is lost, nor of the others.
+    # Import with one tensor of another type, the file's last: no bit is lost, in it or the others.
     new_export(version=5)
     tensors, wide = read_tensors(), [x << 16 for x in unpack("H", read("a.bin")[1024:])]
     for code, dtype in ("f", "F32"), ("e", "F16"):
@@ -249,8 +249,8 @@ def test_conversion_of_precision():
 
 
 def test_other_forms_of_a_model():
-    """Large models come in several files. Early ones have names without "transformer.", the causal masks and lm_head. A
-    name on the hub is a folder."""
+    """Large models come in several files. Early ones have names without "transformer.", and include
+    the causal masks and lm_head. A name on the hub stands for a folder."""
     new_export()
     tensors = read_tensors()
     tensors["h.0.attn.bias"] = bytes(16), "BOOL", [1, 1, 4, 4]
@@ -340,7 +340,7 @@ def test_tokenizer_of_an_export():
 
 
 def test_files_that_are_refused():
-    """A case has a file, what stands in it (None: no such file), and what is said."""
+    """A case has a file, its content (None: no such file), and what the error says."""
     new_export()
     config = {**json.loads(read(CONFIG)), "bos_token_id": None, "eos_token_id": None}
     tensors, raw, good = read_tensors(), read(TENSORS), read("a.bin")
@@ -487,8 +487,9 @@ def test_output_that_cannot_be():
 
 
 def compare(device, attention, V, C, B=3, T=37, P=48):
-    """One batch through Hugging Face's model in fp64 and ours in fp32, from the same weights. Every parameter is
-    random, so that no bias or norm can be mistaken for another. The model comes from them to us and back."""
+    """Runs one batch through Hugging Face's model in fp64 and ours in fp32, from the same weights.
+    Every parameter is random, so that no bias or norm can be mistaken for another. The model is
+    imported from theirs and exported back."""
     need("torch", "transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -550,9 +551,9 @@ def compare(device, attention, V, C, B=3, T=37, P=48):
         cwd=None,
     )
     (row,) = (row for line in open("run/log.jsonl") if (row := json.loads(line))["kind"] == "train")
-    size = (
-        len(read("a.bin")) - 1024
-    )  # as large as m, and as v behind it. In the first step m is a tenth of the gradient
+    # The state ends with AdamW's m and v, each as large as the parameters. After the first step
+    # m is a tenth of the gradient.
+    size = len(read("a.bin")) - 1024
     out = 10 * np.frombuffer(read("run/state_00000001.bin")[-2 * size : -size], np.float32)
     tokens, targets = (torch.from_numpy(text[i : B * T + i]).reshape(B, T) for i in (0, 1))
     model = model.double().eval()

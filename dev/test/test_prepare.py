@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a small list of merges, and tiktoken's
-own encoder with the pattern of GPT-2's release says what they must write. A folder stands for the Hugging Face hub.
+"""Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a short list of
+merges, and tiktoken's own encoder, with the pattern of GPT-2's release, says what they must write.
+A folder stands in for the Hugging Face hub.
+
 Run: python3 dev/test/test_prepare.py [part of a name]"""
 
 import errno
@@ -98,21 +100,19 @@ MERGES = (
 MERGED = [merge.replace(" ", "").replace("Ġ", " ").replace("Ã«", "ë").encode() for merge in MERGES]
 RANKS = {token: rank for rank, token in enumerate(BYTES + MERGED)}
 
-# In an empty folder stands a copy of the scripts, so that what they write by default goes there as well.
+# The scripts are copied to an empty folder, so that what they write by default goes there as well.
 new_folder()
 for script in ROOT.glob("data/*.py"):
     written(f"data/{script.name}", script.read_bytes())
 sys.path.append(os.path.abspath("data"))
-import prepare
+import prepare  # noqa: E402  the copy, which has to be there first
 
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a job in the background would pass on that it is ignored
+# A background job ignores SIGINT, and its child processes would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 FORMATS = ["txt", "jsonl"] + ["parquet"] * bool(importlib.util.find_spec("pyarrow"))
 
-os.environ.update(
-    dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:1")
-)  # no test may need the network
+# No test may need the network.
+os.environ.update(dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:1"))
 SERVED, asked = Path("served"), []  # the hub's repositories, and what was downloaded from there
 
 
@@ -141,8 +141,9 @@ def ranks_options(merges=MERGES, name="vocab.bpe"):
 
 
 def run(*command, code=0, says="", script="prepare", ranks=None):
-    """Runs a script with the merges of this file, or with the options `ranks`. It prints `says`, and if `code` is 1,
-    just one line on stderr. Gives that."""
+    """Runs a script with the merges of this file, or with the options `ranks`. It has to print
+    `says` and, if `code` is 1, exactly one line on stderr. Returns what it printed: its stdout, or
+    its stderr if `code` is not 0."""
     found, out, err = ended(script, *command, *(ranks_options() if ranks is None else ranks))
     assert found == code, f"{command}: expected exit code {code}, found {found}:\n{out}{err}"
     assert code != 1 or len(err.splitlines()) == 1, f"expected one line, found:\n{err}"
@@ -174,12 +175,11 @@ def content(name):
 
 
 def check_stream(sources, documents, *options, validation, most=None, of_shard=10**8):
-    """Prepares the sources. The shards have so many of the documents' tokens, and of these so many for validation."""
+    """Prepares the sources. The shards must hold the documents' tokens, `most` of them at most, the
+    first `validation` of these for validation and `of_shard` in each shard."""
     run(*sources, *options)
-    tokens, expected = (
-        expected_tokens(documents)[:most],
-        {"gpt2_tokenizer.bin": tokenizer_file(RANKS)},
-    )
+    tokens = expected_tokens(documents)[:most]
+    expected = {"gpt2_tokenizer.bin": tokenizer_file(RANKS)}
     for split, part in ("val", tokens[:validation]), ("train", tokens[validation:]):
         for i in range(0, len(part), of_shard):
             piece = part[i : i + of_shard]
@@ -226,9 +226,8 @@ def test_one_stream_of_tokens_in_shards():
         write_documents(name, documents[100 * i :][:100])
         for i, name in enumerate(("1.txt", "2.jsonl", "3.txt"))
     ]
-    tenth = (
-        sum(path.stat().st_size for path in parts) // 40
-    )  # of the tokens, of about four bytes each, for validation
+    # About a tenth of the tokens, at four bytes each, is for validation.
+    tenth = sum(path.stat().st_size for path in parts) // 40
     check_stream(parts, documents, validation=tenth)
     body = written("body.jsonl", json_lines({"body": document} for document in documents))
     check_stream(
@@ -247,7 +246,8 @@ def test_one_stream_of_tokens_in_shards():
         of_shard=1000,
     )
     check_stream([written("small.txt", "a b")], ["a b"], validation=1)
-    # In JSON <|endoftext|> and a byte order mark are text. Half of a surrogate pair is what tiktoken makes of it.
+    # In JSON <|endoftext|> and a byte order mark are text. Half of a surrogate pair is encoded as
+    # tiktoken does it.
     texts = ["\ufeffa<|endoftext|>\n", " ", "b\r\n", "日本語"]
     path = written(
         "json.jsonl",
@@ -337,9 +337,8 @@ def test_stopped_runs_leave_no_dataset():
         ) as process:
             process.stdout.readline()  # a shard is there
             run(*again, code=1, says="another run writes there")
-            resource.prlimit(
-                process.pid, resource.RLIMIT_FSIZE, (most, most)
-            )  # below a shard's size it is a full disk
+            # A limit below a shard's size acts as a full disk.
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
             process.send_signal(stop)
             err = process.communicate()[1]
         assert process.returncode == code and says in err and err.count("\n") == (code == 1), (
@@ -378,7 +377,9 @@ def test_few_batches_are_in_flight():
 def test_what_is_on_disk_before_it_has_its_name():
     """Each file, and then the folder with all that is in it. Its name is on disk at the end."""
     on_disk, replace = {}, os.replace
-    now = lambda path: sorted(os.listdir(path)) if os.path.isdir(path) else Path(path).read_bytes()
+
+    def now(path):
+        return sorted(os.listdir(path)) if os.path.isdir(path) else Path(path).read_bytes()
 
     def fsync(file):
         on_disk[os.fstat(file).st_ino] = now(f"/proc/self/fd/{file}")
@@ -403,7 +404,7 @@ def test_folders_that_cannot_be_synced():
     )
     for i, (of_folder, number, says) in enumerate(cases):
 
-        def fsync(file):
+        def fsync(file, of_folder=of_folder, number=number):
             if os.path.isdir(f"/proc/self/fd/{file}") == of_folder:
                 raise OSError(number, os.strerror(number))
             sync(file)
@@ -465,7 +466,7 @@ def test_downloads_by_address():
 
 
 def test_wrong_input():
-    """A line has a file, what stands in it, and what the one line of the error contains behind the file's name."""
+    """A case has a file, its content, and what the one-line error says after the file's name."""
     good, many = '{"text": "good"}\n', b"good \n" * 300000
     cases = [
         ("a.txt", b"good \xff bad", "invalid UTF-8 at offset 5"),
@@ -597,8 +598,9 @@ def test_printed_command():
 
 
 def test_trainer_encodes_as_tiktoken():
-    """Every character among others, then nasty text, with random merges that would cross from one word to another. They
-    are as many as GPT-2's, and stand in the place of those that tiktoken would download."""
+    """Every character among others, then nasty text, with random merges that would cross word
+    boundaries. There are as many of them as in GPT-2, and they replace those that tiktoken would
+    download."""
     chance = random.Random(SEED)
     pairs = chance.sample([a + b for a in BYTES for b in BYTES], 30000)
     fours = set()

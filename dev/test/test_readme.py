@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Commands and links in the READMEs. The trainer's commands run, with small inputs and on the CPU."""
+"""Tests the commands and links in the READMEs. The trainer's commands run, on small inputs and on
+the CPU."""
 
 import functools
 import re
@@ -17,7 +18,8 @@ TEXTS = {
 
 
 def commands(*shown):
-    """The words of each command that stands in these, regular expressions, without its comment, each once."""
+    """The words of every command in the text that these regular expressions match, without its
+    comment; each command once."""
     found = [
         text
         for pattern in shown
@@ -51,9 +53,8 @@ def inputs(folder):
         folder / "tokenizer.bin",
         header(20240328, 2, 257, 256) + single_bytes + b"\x0d<|endoftext|>",
     )
-    question = struct.pack(
-        "<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115
-    )  # with two endings
+    # With two endings.
+    question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)
     written(folder / "questions.bin", header(20240522, 1, 1, len(question)) + question)
     others = {
         "gpt2.bin": "run1/model_00000002.bin",
@@ -100,7 +101,8 @@ def test_trainers_commands(tmp):
 
 @functools.cache
 def options_of(program):
-    """Those of a tool in Python, where no library is installed (-S), or those in the source of one that needs a GPU."""
+    """The options of a Python tool, run without any installed library (-S), or those in the source
+    of a program that needs a GPU."""
     if program.endswith(".py"):
         return re.findall(r"--[a-z-]+", run("python3", "-S", program, "--help").stdout)
     (source,) = (path.read_text() for path in (ROOT / "dev").glob(f"*/{Path(program).name}.cu"))

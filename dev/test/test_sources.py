@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """What sources must look like.
 
-A name has one meaning in a program, so what no header declares is static or in an unnamed namespace. If two files
-define a type, template or inline function of the same name, no linker reports which of them runs. And includes form a
-tree of rooms, so that a reader can stop at any of them.
+A name has one meaning in a program, so what no header declares is static or in an unnamed
+namespace: if two files define a type, template or inline function of the same name, no linker
+reports it, and only one of them runs. And includes form a tree of rooms, so that a reader can stop
+at any of them.
 """
 
 import graphlib
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from harness import ROOT, main, run
 
-# Every room of the program, and the rooms that its files may include besides it. A room stands behind all of these.
+# Every room of the program, and the rooms besides itself that its files may include. A room is
+# listed after all of these.
 ROOMS = {
     "common": "",
     "cuda": "common",
@@ -46,16 +48,18 @@ def included(text):
 def test_what_no_header_declares_is_static_or_in_an_unnamed_namespace():
     a_type = r"(?:struct|class|union|enum class|enum) (?:alignas.* )?(\w+)(?:.*\{.*|.*[^;])$"
     kernel = r"(__global__) void\W*\w*"  # never declared: its launcher is
-    function = r"(?!static |namespace |using |template )(?:\w[\w:<>*&, ]*[ *&])?([\w:~]+)\([^;{}]*\)[^;{}]*\{"
+    function = (
+        r"(?!static |namespace |using |template )(?:\w[\w:<>*&, ]*[ *&])?"
+        r"([\w:~]+)\([^;{}]*\)[^;{}]*\{"
+    )
     defined = re.compile(f"^(?:{a_type}|{kernel}|{function})", re.M)
     found = 0
     for name, text in SOURCES.items():
         outside = re.sub(r"^namespace \{$.*?^\}  // namespace$", "", text, flags=re.S | re.M)
         everywhere, outside = (re.sub("//.*", "", part) for part in (text, outside))
         found += len(defined.findall(everywhere))
-        names = {
-            "".join(match).split("::")[0] for match in defined.findall(outside)
-        }  # of a member, its class
+        # A member counts as its class.
+        names = {"".join(match).split("::")[0] for match in defined.findall(outside)}
         assert names <= DECLARED - {"__global__"}, (
             f"{name}: neither static nor declared: {names - DECLARED}"
         )
@@ -74,9 +78,8 @@ def test_includes_form_a_tree():
             assert str(Path(header).parent) in (room, *ROOMS[room].split()), (
                 f"{name} includes {header}"
             )
-    graphlib.TopologicalSorter(
-        {name: included(text) for name, text in HEADERS.items()}
-    ).prepare()  # no circle
+    # Raises an error if there is a cycle.
+    graphlib.TopologicalSorter({name: included(text) for name, text in HEADERS.items()}).prepare()
     linked = re.findall(
         r"build/(\S+)\.o", run("make", "-n", "-B", "train_gpt2cu", "MAKEFLAGS=").stdout
     )

@@ -54,7 +54,7 @@ def before_others(folder, programs):
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What all tools have in common
 
 TOOLS = [
@@ -108,7 +108,7 @@ def test_work_whose_messages_nobody_reads(tmp):
     assert [row["step"] for row in rows_of(tmp / "GPU-A" / "default_run.jsonl")] == [2, 3]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Logs of runs
 
 
@@ -223,7 +223,7 @@ def test_names_of_runs_in_a_plot(tmp):
     assert drawn == [*names[:-1], "é\ufffd"], drawn
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows of results, and tables
 
 
@@ -312,7 +312,8 @@ def test_stale_tables(tmp):
 
 
 def test_rows_name_the_sources(tmp):
-    """A change of any source makes it dirty, of a text or a result not. Without git COMMIT says what it is."""
+    """A change of any source makes the tree dirty, a change of a text or a result does not. Without
+    git, COMMIT names the commit."""
     script = executable(tmp / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
     written(tmp / "a.cu", "1")
     run(
@@ -340,7 +341,8 @@ def test_rows_name_the_sources(tmp):
 
 
 def test_rows_name_no_other_sources(tmp):
-    """What git cannot tell is "unknown dirty", never another commit and never clean, whatever COMMIT is."""
+    """If git cannot tell, the tree is "unknown dirty", never another commit and never clean,
+    whatever COMMIT is."""
     ours, unknown = tmp / "ours", "unknown dirty\n"
     script = executable(ours / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
     commit = "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first"
@@ -368,7 +370,7 @@ def test_rows_name_no_other_sources(tmp):
     assert run(script).stdout == unknown
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Comparisons with PyTorch and between numbers of GPUs
 
 
@@ -405,7 +407,8 @@ def test_losses_beside_pytorch():
 
 
 def test_peers_of_training():
-    """The fastest backend is recorded, and none that does not train. Ids are about as often as text has them."""
+    """The fastest backend is recorded, and none that does not train. Ids have roughly the
+    frequencies of text."""
     import peers_train
 
     figures = {"gpu": "GPU A", "cuda": "13", "ms": 10, "tok_s": 4e5, "mem_gib": 5, "loss": 9}
@@ -436,10 +439,11 @@ def test_figures_of_llmc(tmp):
 
 
 def test_ranks_are_compared_and_timed(tmp):
-    """scripts/scaling.py with pretended runs: losses that differ are not timed, rates are those of the later steps."""
+    """scripts/scaling.py with faked runs: nothing is timed if losses differ, and rates are those of
+    the later steps."""
     for loss, code in (2.0021, 1), (math.nan, 1), (2.0019, 0):
 
-        def trained(*options, **_):
+        def trained(*options, loss=loss, **_):
             n = options[options.index("--gpus") + 1]
             text = (
                 "memory  2048.0 MiB\n"
@@ -521,13 +525,16 @@ def test_figures_of_scaling(tmp):
     assert re.findall(r"[\d.]+%", text) == ["100.0%", "80.0%", "75.0%", "50.0%", "75.0%"], text
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Training recipes
 
 
 def test_recipes_pass_the_trainers_checks(tmp):
     """They fail at the missing data and nowhere before it, torchrun's and Slurm's ranks too."""
-    one_rank = 'echo "$@" >"$(basename "$0").ran"; while [ $1 != ./train_gpt2cu ]; do shift; done; exec "$@"'
+    one_rank = (
+        'echo "$@" >"$(basename "$0").ran"; '
+        'while [ $1 != ./train_gpt2cu ]; do shift; done; exec "$@"'
+    )
     shutil.copytree(SCRIPTS, tmp / "scripts")
     (tmp / "train_gpt2cu").symlink_to(built())
     more = {
@@ -550,7 +557,7 @@ def test_recipes_pass_the_trainers_checks(tmp):
     assert (tmp / "torchrun.ran").read_text().startswith("--no-python ./train_gpt2cu -e d24 ")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What make chooses, and what runs tests, benchmarks and the sanitizer
 
 # What nvcc --dryrun says of its toolkit, which is the one that it is called in.
@@ -604,10 +611,8 @@ def test_programs_find_the_libraries_of_their_toolkit(tmp):
     if not top:
         raise Skip("needs NVIDIA's toolkit, which is in a folder of its own")
     toolkit = Path(top[1]).resolve()
-    for home in (
-        tmp / "conda",
-        tmp / "two words",
-    ):  # without lib64, and nvcc reads its profile beside itself
+    # Both are without lib64. nvcc reads the profile that is next to it.
+    for home in tmp / "conda", tmp / "two words":
         (home / "bin").mkdir(parents=True)
         for file in toolkit.glob("bin/*"):
             (home / "bin" / file.name).symlink_to(file)
@@ -654,7 +659,8 @@ def test_all_cores_are_used(tmp):
 
 
 def test_runner_of_the_tests(tmp):
-    """dev/test/run_tests.sh and a harness: what they count, and that nothing takes for ever or is left behind."""
+    """dev/test/run_tests.sh and a harness: what they count, and that nothing runs for ever or is
+    left behind."""
     harness = (
         f"#!{sys.executable}\nimport sys\nsys.path.append('{ROOT}/dev/test')\nimport harness\n"
     )
