@@ -389,8 +389,8 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
         for (int r = 0; r < 2; r++) {
             const int t = first_q() + 16 * i + 8 * r + lane / 4;
             const float* diagonal = d[i][2 * i + r] + 2 * r;
-            // An infinite lse makes P 0 in a row past Tq. There S is 0, so with a finite lse P =
-            // e^−lse could be infinite and spoil the scale that the warp's rows share.
+            // An infinite lse makes P 0 in a row past Tq. S is 0 there, so that with a finite lse
+            // P = e^−lse could be infinite and spoil the scale that the warp's rows share.
             lse_log2[i][r] = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head + t] * kLog2e : INFINITY;
             D[i][r] = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
         }

@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     load_kv(k_tiles - 1);
     cp_async_commit();
 
-    // Of rows g and g + 8 of each 16 queries: P = 2^(scale_log2·S − reference), where reference =
-    // scale_log2·m.
+    // Of rows g and g + 8 of each 16 queries: P = 2^(scale_log2·S − reference), where
+    // reference = scale_log2·m.
     uint32_t q_regs[HS / 16][M][4];
     O o[M][HS / 8][2] = {};
     float reference[M][2];

@@ -651,8 +651,8 @@ bool operator==(const LoaderState& a, const LoaderState& b) {
     return a.epoch == b.epoch && a.window == b.window && a.batches == b.batches;
 }
 
-// Shards of 41, 8, 23, 4 and 60 tokens, all different. With T = 4 they have 10 + 1 + 5 + 0 + 14 =
-// 30 windows.
+// Shards of 41, 8, 23, 4 and 60 tokens, all different. With T = 4 they have
+// 10 + 1 + 5 + 0 + 14 = 30 windows.
 const std::vector<Tokens> kShards = {counting(41), counting(8, 1000), counting(23, 2000),
                                      counting(4, 3000), counting(60, 4000)};
 std::string write_shards(const std::vector<Tokens>& shards) {

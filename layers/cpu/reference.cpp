@@ -90,8 +90,9 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
 }
 
 // -------------------------------------------------------------------------------------------------
-// Layer norm (Ba, Kiros & Hinton 2016): x̂ = (x − mean)·rstd, rstd = 1/√(variance + eps); out =
-// weight·x̂ + bias
+// Layer norm (Ba, Kiros & Hinton 2016):
+//   x̂ = (x − mean)·rstd,  rstd = 1/√(variance + eps)
+//   out = weight·x̂ + bias
 //
 // Backward, with dx̂ = weight·dout and avg the mean over the row:
 //   dx = rstd·(dx̂ − avg(dx̂) − x̂·avg(dx̂·x̂));  dweight = Σ_n dout·x̂;  dbias = Σ_n dout
@@ -350,8 +351,8 @@ void activation_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void
 //   dq   += scale·ds_j k_j
 //   dk_j += scale·ds_j q
 //   dv_j += p_j do
-// D replaces the sum Σ_j p_j dp_j in the softmax's derivative: Σ_j p_j (do·v_j) = do·Σ_j p_j v_j =
-// do·o.
+// D replaces the sum Σ_j p_j dp_j in the softmax's derivative:
+//   Σ_j p_j (do·v_j) = do·Σ_j p_j v_j = do·o
 
 template <class X>
 static X dot(const X* a, const X* b, int n) {

@@ -5,8 +5,9 @@
 // so results do not depend on their number. A run is bit-exact wherever the compiler's arithmetic
 // is.
 //
-// Shapes, "writes" and "adds into" are as in layers/layers.h. All pointers are host memory. A =
-// Acc<X> is X itself, double or float. Scratch arguments exist only to match the GPU's signatures.
+// Shapes, "writes" and "adds into" are as in layers/layers.h. All pointers are host memory.
+// A = Acc<X> is X itself, double or float. Scratch arguments exist only to match the GPU's
+// signatures.
 #pragma once
 #include <cstdlib>
 #include <cstring>
