@@ -410,8 +410,13 @@ struct GPT2 {
                 dev, RingRank{.rank = ranks.context_rank(), .ranks = ranks.context}, shape,
                 attention);
 
-        sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.Vp = config.Vp;
-        sizes.training = training, sizes.cache = settings.cache, sizes.recompute = recompute;
+        sizes.L = config.L;
+        sizes.N = N;
+        sizes.C = C;
+        sizes.Vp = config.Vp;
+        sizes.training = training;
+        sizes.cache = settings.cache;
+        sizes.recompute = recompute;
         sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
         sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
         sizes.chunk = classifier_chunk(N);
@@ -537,7 +542,8 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
     if (o.overlap < 0)
         o.overlap = ranks.local_size < ranks.size;
-    ranks.sharded = o.zero > 0 && ranks.size > 1, ranks.overlap = o.overlap > 0;
+    ranks.sharded = o.zero > 0 && ranks.size > 1;
+    ranks.overlap = o.overlap > 0;
     // The model's tables come first, so that an impossible request is refused before data is
     // touched.
     const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());

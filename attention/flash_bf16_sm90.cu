@@ -348,8 +348,10 @@ struct Consumer {
     __device__ __forceinline__ void rescale() {
         for (int r = 0; r < 2; r++) {
             l[r] *= alpha[r];
-            for (int n = 0; n < HS / 8; n++)
-                o[n][2 * r] *= alpha[r], o[n][2 * r + 1] *= alpha[r];
+            for (int n = 0; n < HS / 8; n++) {
+                o[n][2 * r] *= alpha[r];
+                o[n][2 * r + 1] *= alpha[r];
+            }
         }
     }
     template <int N>
@@ -417,14 +419,17 @@ struct Consumer {
 
     // All of a tile of queries but its end: O, m and l.
     __device__ __forceinline__ void attend(const Work& w, int slot) {
-        first_q = w.q0 + 64 * wg, q = shared.q(slot, wg);
+        first_q = w.q0 + 64 * wg;
+        q = shared.q(slot, wg);
         // 0: no queries here
         const int k_end = first_q < 0 ? 0 : min(p.Tk, min(first_q + 64, p.Tq) + p.shift);
         // The tiles that some query here sees, and those that all see whole.
         const int my_tiles = (k_end + Bc - 1) / Bc;
         const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
-        for (int r = 0; r < 2; r++)
-            m[r] = -INFINITY, l[r] = 0.f;
+        for (int r = 0; r < 2; r++) {
+            m[r] = -INFINITY;
+            l[r] = 0.f;
+        }
         for (int n = 0; n < HS / 8; n++)
             for (int e = 0; e < 4; e++)
                 o[n][e] = 0.f;
@@ -474,8 +479,10 @@ struct Consumer {
             sum += __shfl_xor_sync(~0u, sum, 2);
             const float inverse = __fdividef(1.f, sum);
             lse[r] = (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-            for (int n = 0; n < HS / 8; n++)
-                o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
+            for (int n = 0; n < HS / 8; n++) {
+                o[n][2 * r] *= inverse;
+                o[n][2 * r + 1] *= inverse;
+            }
         }
     }
 
@@ -550,7 +557,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
         for (int i = 0;; i++) {
             mbarrier_wait(shared.at(QFull, i % 2, warpgroup - 1), i / 2 & 1);
             Work w = shared.work[i % 2];
-            w.b = __shfl_sync(~0u, w.b, 0), w.q0 = __shfl_sync(~0u, w.q0, 0);
+            w.b = __shfl_sync(~0u, w.b, 0);
+            w.q0 = __shfl_sync(~0u, w.q0, 0);
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
             if (w.b < 0)
                 break;
@@ -579,8 +587,12 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     // tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
-    p.shift = s.shift(), p.scale_log2 = s.scale_log2();
+    p.NH = s.NH;
+    p.Tq = s.Tq;
+    p.Tk = s.Tk;
+    p.heads = s.B * s.NH;
+    p.shift = s.shift();
+    p.scale_log2 = s.scale_log2();
     p.tiles = ceil_div(s.Tq, Tiles::Br);
     const size_t most =
         std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads);

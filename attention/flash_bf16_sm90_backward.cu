@@ -459,7 +459,10 @@ __device__ __forceinline__ void store_dq(float (&dq)[8][4], const Args<HS, Y>& a
         const float4* const sum = reinterpret_cast<const float4*>(others) + threadIdx.x % 128;
         for (int c = 0; c < 8; c++) {
             const float4 x = __ldcg(sum + c * 128);
-            dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
+            dq[c][0] += x.x;
+            dq[c][1] += x.y;
+            dq[c][2] += x.z;
+            dq[c][3] += x.w;
         }
     }
     mbarrier_wait(control.at(DqEmpty, wg), n & 1 ^ 1);
@@ -617,7 +620,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             }
             // in flight at the loop's end, the compiler would serialize all products (C7514)
             wgmma_wait<0>(s);
-            n++, w.i += w.step;
+            n++;
+            w.i += w.step;
         } while (--w.left > 0);
         w.i -= w.step;
         start_dq(n - 1);

@@ -166,7 +166,8 @@ struct Softmax {
                     const float x = m_new[i][r];
                     const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
                     m[i][r] = x;
-                    l[i][r] *= alpha, excess.of[i][r] *= alpha;
+                    l[i][r] *= alpha;
+                    excess.of[i][r] *= alpha;
                     scale_row(o, i, r, alpha);
                 }
         }
@@ -447,8 +448,12 @@ __global__ __launch_bounds__(kThreads,
         const auto largest = kv.split_tiles(
             [&](const auto& k) {
                 float4 sum = k_sums[thread_again()];
-                for (const float4& x : k)
-                    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+                for (const float4& x : k) {
+                    sum.x += x.x;
+                    sum.y += x.y;
+                    sum.z += x.z;
+                    sum.w += x.w;
+                }
                 k_sums[thread_again()] = sum;
             },
             [](int) { return 1.f; });
@@ -479,7 +484,8 @@ __global__ __launch_bounds__(kThreads,
                         if (Masked && 8 * n + e % 2 >= visible)
                             P = 0.f;
                         s[i][n][e] = P * fmaf(dp[i][n][e], dp_unit, -D[i][e / 2]);
-                        P_tile[i][e / 2] += P, dS_tile[i][e / 2] += s[i][n][e];
+                        P_tile[i][e / 2] += P;
+                        dS_tile[i][e / 2] += s[i][n][e];
                     }
                 }
             for (int i = 0; i < M; i++)
@@ -510,9 +516,12 @@ __global__ __launch_bounds__(kThreads,
             const float2* column =
                 reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
             k_mean[n] = {0.f, 0.f};
-            for (int i = 0; i < kThreads / (HS / 4); i++)  // the threads have summed in parts
-                k_mean[n].x += column[i * HS / 2].x, k_mean[n].y += column[i * HS / 2].y;
-            k_mean[n].x /= keys, k_mean[n].y /= keys;
+            for (int i = 0; i < kThreads / (HS / 4); i++) {  // the threads have summed in parts
+                k_mean[n].x += column[i * HS / 2].x;
+                k_mean[n].y += column[i * HS / 2].y;
+            }
+            k_mean[n].x /= keys;
+            k_mean[n].y /= keys;
         }
     }
     for (int i = 0; i < M; i++)

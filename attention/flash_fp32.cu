@@ -144,11 +144,15 @@ template <int N>
 __device__ void load(float (&to)[N], const float* from, int stride = 4) {
     if constexpr (N == 2) {
         const float2 v = *reinterpret_cast<const float2*>(from);
-        to[0] = v.x, to[1] = v.y;
+        to[0] = v.x;
+        to[1] = v.y;
     } else {
         for (int n = 0; n < N / 4; n++) {
             const float4 v = *reinterpret_cast<const float4*>(from + n * stride);
-            to[4 * n] = v.x, to[4 * n + 1] = v.y, to[4 * n + 2] = v.z, to[4 * n + 3] = v.w;
+            to[4 * n] = v.x;
+            to[4 * n + 1] = v.y;
+            to[4 * n + 2] = v.z;
+            to[4 * n + 3] = v.w;
         }
     }
 }
@@ -467,7 +471,10 @@ __device__ void put4(float* to, const float* x, bool add = false, float factor =
     if (add) {
         // bypasses L1, which does not see other SMs' writes
         const float4 old = __ldcg(reinterpret_cast<float4*>(to));
-        sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
+        sum.x += old.x;
+        sum.y += old.y;
+        sum.z += old.z;
+        sum.w += old.w;
     }
     *reinterpret_cast<float4*>(to) = sum;
 }
@@ -653,9 +660,14 @@ Args common_args(const Call& c) {
                    "split the batch or the sequence",
                    kName, s.B, s.Tq, s.Tk, s.NH));
     Args args{};
-    args.q = c.q, args.k = c.k, args.v = c.v;
-    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH;
-    args.shift = s.shift(), args.scale = s.resolved_scale();
+    args.q = c.q;
+    args.k = c.k;
+    args.v = c.v;
+    args.Tq = s.Tq;
+    args.Tk = s.Tk;
+    args.NH = s.NH;
+    args.shift = s.shift();
+    args.scale = s.resolved_scale();
     return args;
 }
 
@@ -694,7 +706,9 @@ void launch_forward(const Cuda& dev, const ForwardArgs& args, const AttentionSha
 }
 void forward(const Cuda& dev, const AttentionForward<float>& c) {
     auto args = common_args<ForwardArgs>(c);
-    args.out = c.out, args.lse = c.lse, args.lse_rest = c.lse_rest;
+    args.out = c.out;
+    args.lse = c.lse;
+    args.lse_rest = c.lse_rest;
     launch_forward(dev, args, c.s, false);
 }
 
@@ -716,9 +730,15 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     float* D = static_cast<float*>(c.scratch);
     float* rest = D + s.rows();
     auto args = common_args<BackwardArgs>(c);
-    args.heads = s.B * s.NH, args.dout = c.dout, args.lse = c.lse, args.D = D;
-    args.dq = c.dq, args.dk = c.dk, args.dv = c.dv;
-    args.ticket = reinterpret_cast<int*>(rest + s.rows()), args.key_tiles_added = args.ticket + 1;
+    args.heads = s.B * s.NH;
+    args.dout = c.dout;
+    args.lse = c.lse;
+    args.D = D;
+    args.dq = c.dq;
+    args.dk = c.dk;
+    args.dv = c.dv;
+    args.ticket = reinterpret_cast<int*>(rest + s.rows());
+    args.key_tiles_added = args.ticket + 1;
     dev.zero(args.ticket, counter_bytes(s));
 
     const size_t blocks = (s.rows() * s.HS / kTerms + kThreads - 1) / kThreads;
@@ -729,7 +749,8 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
                                                                           s.NH, s.rows());
     LAUNCH_CHECK("flash_fp32 D_kernel");
     if (c.lse_rest.ptr) {
-        args.lse_rest = c.lse_rest, args.rest_log2 = kLog2e;
+        args.lse_rest = c.lse_rest;
+        args.rest_log2 = kLog2e;
     } else {
         auto find_rest = common_args<ForwardArgs>(c);
         find_rest.lse = {const_cast<float*>(c.lse.ptr), c.lse.head};

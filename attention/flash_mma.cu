@@ -236,8 +236,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(ForwardArgs args) {
             const float correction = exp2_approx((m[r] - m_new) * args.scale_log2);
             m[r] = m_new;
             l[r] *= correction;
-            for (int n = 0; n < HS / 8; n++)
-                o[n][2 * r] *= correction, o[n][2 * r + 1] *= correction;
+            for (int n = 0; n < HS / 8; n++) {
+                o[n][2 * r] *= correction;
+                o[n][2 * r + 1] *= correction;
+            }
             for (int n = 0; n < Bc / 8; n++)
                 for (int e = 2 * r; e < 2 * r + 2; e++) {
                     // S becomes P

@@ -56,7 +56,10 @@ __device__ void load_tile(Line (&tile)[Lines], const float* head, size_t token, 
         float4 x{0.f, 0.f, 0.f, 0.f};
         if (row0 + i / HS < T)
             x = *reinterpret_cast<const float4*>(head + (row0 + i / HS) * token + i % HS);
-        x.x *= factor, x.y *= factor, x.z *= factor, x.w *= factor;
+        x.x *= factor;
+        x.y *= factor;
+        x.z *= factor;
+        x.w *= factor;
         *reinterpret_cast<float4*>(&tile[i / kOwn][i % kOwn]) = x;
     }
 }
@@ -174,7 +177,8 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
             l_tile += x = expf(x - m_new);  // S becomes P
         for (float& x : o)
             x *= correction;
-        l = l * correction + l_tile, m = m_new;
+        l = l * correction + l_tile;
+        m = m_new;
         add_rows<HS>(o, s, v_smem[w.line]);
         // [end]
     }

@@ -163,7 +163,8 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a
     uint32_t hi[M][4];
     uint32_t lo[M][4];
     uint32_t b[4];
-    a_tile.hi = again(a_tile.hi), b_tile.hi = again(b_tile.hi);
+    a_tile.hi = again(a_tile.hi);
+    b_tile.hi = again(b_tile.hi);
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS; kk += 16) {
         load_a<HS>(hi, a_tile.hi, kk);
@@ -296,8 +297,10 @@ struct Stream {
         const float4* y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
         float4 x[Pieces];
         float4 y[Pieces];
-        for (int i = 0; i < Pieces; i++)
-            x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
+        for (int i = 0; i < Pieces; i++) {
+            x[i] = x_floats[i * Threads];
+            y[i] = y_floats[i * Threads];
+        }
         seen(x);
         const uint32_t x_max = warp_largest(largest(x));
         const uint32_t y_max = warp_largest(largest(y));
@@ -314,7 +317,10 @@ struct Stream {
         for (int i = 0; i < Pieces; i++) {
             y[i] = y_floats[i * Threads];  // read again for lack of registers
             const float f = factor(thread / (HS / 4) + i * (Threads / (HS / 4)));
-            y[i].x *= f, y[i].y *= f, y[i].z *= f, y[i].w *= f;
+            y[i].x *= f;
+            y[i].y *= f;
+            y[i].z *= f;
+            y[i].w *= f;
         }
         store_split<HS, Threads, Lo>(smem + Pair, y, factor_for(y_all), thread);
         return {.x = x_all, .y = y_all};

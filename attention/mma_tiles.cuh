@@ -54,8 +54,10 @@ __device__ __forceinline__ void scale(float (&c)[M][N][4], float factor) {
 }
 template <int M, int N>
 __device__ __forceinline__ void scale_row(float (&c)[M][N][4], int m, int r, float factor) {
-    for (int n = 0; n < N; n++)
-        c[m][n][2 * r] *= factor, c[m][n][2 * r + 1] *= factor;
+    for (int n = 0; n < N; n++) {
+        c[m][n][2 * r] *= factor;
+        c[m][n][2 * r + 1] *= factor;
+    }
 }
 
 // Over the four lanes that share a row of an accumulator.

@@ -48,7 +48,8 @@ struct Order {
 
     explicit Order(const AttentionShape& s)
         : NH(s.NH), heads(s.B * s.NH), Tq(s.Tq), Tk(s.Tk), shift(s.shift()) {
-        q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Bc);
+        q_tiles = ceil_div(s.Tq, Br);
+        k_tiles = ceil_div(s.Tk, Bc);
         masked = shift < s.Tk - 1;
         // Q, dO and the sum of dQ of a group's heads fill half of L2.
         const int group_tiles = (24 << 20) / (Br * s.HS * 8);

@@ -104,8 +104,10 @@ struct Cursor {
     int stage = 0;
     uint32_t phase = 0;
     __device__ __forceinline__ void advance() {
-        if (++stage == Stages)
-            stage = 0, phase ^= 1;
+        if (++stage == Stages) {
+            stage = 0;
+            phase ^= 1;
+        }
     }
 };
 

@@ -76,7 +76,8 @@ __device__ inline Vec<X, N> round_to(const Vec<float, N>& v) {
     else
         for (int i = 0; i < N; i += 2) {  // one instruction rounds a pair
             const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x[i], v.x[i + 1]);
-            r.x[i] = pair.x, r.x[i + 1] = pair.y;
+            r.x[i] = pair.x;
+            r.x[i + 1] = pair.y;
         }
     return r;
 }

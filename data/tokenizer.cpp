@@ -201,7 +201,9 @@ void Tokenizer::encode_word(const std::string& word, std::vector<int>& tokens) c
         if (next[middle] != end)
             continue;
         // so that no pair begins in the middle
-        next[begin] = end, previous[end] = begin, next[middle] = n;
+        next[begin] = end;
+        previous[end] = begin;
+        next[middle] = n;
         add_pair_at(begin);
         if (begin > 0)
             add_pair_at(previous[begin]);

@@ -157,8 +157,11 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
     }
     if (blocks == 0)
         return;
-    plan.lr = hyper.lr, plan.beta1 = hyper.beta1, plan.beta2 = hyper.beta2;
-    plan.eps = hyper.eps, plan.max_norm = hyper.max_norm;
+    plan.lr = hyper.lr;
+    plan.beta1 = hyper.beta1;
+    plan.beta2 = hyper.beta2;
+    plan.eps = hyper.eps;
+    plan.max_norm = hyper.max_norm;
     plan.correction1 =
         static_cast<float>(1.0 / (1.0 - std::pow(hyper.beta1, static_cast<double>(hyper.step))));
     plan.correction2 =

@@ -198,8 +198,11 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
                 e[size_t(first + w) * h.Vp + v] = __float2bfloat16_rn(x);
         }
         others = block_sum(others);
-        if (warp == w)
-            sum = others, above = largest - shifts[row], at_target = exp2_approx(-above);
+        if (warp == w) {
+            sum = others;
+            above = largest - shifts[row];
+            at_target = exp2_approx(-above);
+        }
     }
 
     if (row >= h.N)

@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
         return;
     const size_t row = row_of_turn(turn, N);
     X* x_smem = reinterpret_cast<X*>(rows_smem) + static_cast<size_t>(warp) * C;
-    inp += row * C, out += row * C;
+    inp += row * C;
+    out += row * C;
 
     Vec<X, V> batch[kBatch];
     float sum = 0.f;
@@ -118,8 +119,10 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
             y.x[i] = (x[i] - mean) * rstd * w[i] + beta[i];
         store(out + c, y);
     });
-    if (lane == 0)
-        mean_out[row] = mean, rstd_out[row] = rstd;
+    if (lane == 0) {
+        mean_out[row] = mean;
+        rstd_out[row] = rstd;
+    }
 }
 
 constexpr int kBackwardColumns = 8;         // of a thread
@@ -200,7 +203,8 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
                 dbias[k].x[i] += dy[k][i];
             }
         }
-        sum_g = warp_sum(sum_g), sum_gn = warp_sum(sum_gn);
+        sum_g = warp_sum(sum_g);
+        sum_gn = warp_sum(sum_gn);
         if (lane == 0)
             sums_smem[buffer][warp] = {.g = sum_g, .gn = sum_gn};
         __syncthreads();
@@ -299,14 +303,18 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     float dsum[K][V] = {};
     float m = 0.f;
     float s = 0.f;
-    if (turn < N)
-        m = mean[row_of_turn(turn, N)], s = rstd[row_of_turn(turn, N)];
+    if (turn < N) {
+        m = mean[row_of_turn(turn, N)];
+        s = rstd[row_of_turn(turn, N)];
+    }
     for (int stage = 0, phase = 0; turn < N; turn += stride) {
         const size_t row = row_of_turn(turn, N);
         float next_m = 0.f;
         float next_s = 0.f;
-        if (turn + stride < N)
-            next_m = mean[row - stride], next_s = rstd[row - stride];
+        if (turn + stride < N) {
+            next_m = mean[row - stride];
+            next_s = rstd[row - stride];
+        }
         const bf16* const stage_smem = ring + stage * kRows * C + lane * V;
         mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
 
@@ -352,9 +360,12 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
         }
         __syncwarp();  // all lanes have read the stage
         fetch(turn + kRowStages * stride, stage);
-        m = next_m, s = next_s;
-        if (++stage == kRowStages)
-            stage = 0, phase ^= 1;
+        m = next_m;
+        s = next_s;
+        if (++stage == kRowStages) {
+            stage = 0;
+            phase ^= 1;
+        }
     }
 
     // Adds the warps' sums in order.

@@ -124,7 +124,9 @@ AutotuneResult autotune(const Cuda& dev, const MatmulProduct& p, const MatmulOpe
         own.d = memory + d_at;
     MatmulOperands adversarial = own;
     // the same in every process
-    adversarial.a = memory, adversarial.b = memory + b_at, adversarial.c = nullptr;
+    adversarial.a = memory;
+    adversarial.b = memory + b_at;
+    adversarial.c = nullptr;
 
     // What algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those
     // that split K may add D before their parts or behind them.

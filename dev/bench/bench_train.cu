@@ -51,7 +51,9 @@ struct Timed : Cuda {
         if (!lines.count(work.name))
             order.push_back(work.name);
         Line& line = lines[work.name];
-        line.flops += work.flops, line.bytes += work.bytes, line.calls++;
+        line.flops += work.flops;
+        line.bytes += work.bytes;
+        line.calls++;
         Lap& lap = laps.emplace_back();
         lap.name = work.name;
         lap.start.record(*this);

@@ -75,7 +75,8 @@ inline std::vector<float> make_weights(double end) {
         for (size_t i = 0; i < kTensors[t].size * kTensors[t].layers; i++)
             p[offset_of(t) + i] += 1;
     // a channel that says how likely each token is
-    p[offset_of(LNFW)] = 1e-6f, p[offset_of(LNFB)] = 4;
+    p[offset_of(LNFW)] = 1e-6f;
+    p[offset_of(LNFB)] = 4;
     for (int v = 0; v < Vp; v++) {
         const int letter = (v + '!') | 32;
         p[v * C] = static_cast<float>(letter >= 'a' && letter <= 'z' ? 1e-6 : v == kEnd ? end : -5);

@@ -176,7 +176,9 @@ Result train(const std::string& options, int ranks = 1, const std::string& out =
         std::vector<char*> argv;
         for (std::string& word : words)
             argv.push_back(word.data());
-        folder = out, fault_at = at, fault = kind;
+        folder = out;
+        fault_at = at;
+        fault = kind;
         const int argc = static_cast<int>(argv.size());
         return ranks > 1 ? train_on_threads(argc, argv.data()) : train_main(argc, argv.data());
     });

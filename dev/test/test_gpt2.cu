@@ -152,8 +152,10 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
         const double* r = static_cast<double*>(reference.grads.at(i));
         double error = 0;
         double norm = 0;
-        for (size_t k = 0; k < g.size(); k++)
-            error += (g[k] - r[k]) * (g[k] - r[k]), norm += r[k] * r[k];
+        for (size_t k = 0; k < g.size(); k++) {
+            error += (g[k] - r[k]) * (g[k] - r[k]);
+            norm += r[k] * r[k];
+        }
         if (!(std::sqrt(error) <= bound * std::sqrt(norm)))
             test::report(
                 __FILE__, __LINE__,
@@ -240,7 +242,8 @@ TEST(shares_of_the_optimizer_are_packed) {
             if (!can_shard(config.C, ranks))
                 continue;
             Ranks<Cpu> of;
-            of.size = ranks, of.sharded = true;
+            of.size = ranks;
+            of.sharded = true;
             const GPT2<Cpu, float> model(Cpu(1), config, {.B = 1, .T = 64, .training = true}, of);
             const size_t own = model.num_parameters / ranks * sizeof(float);
             CHECK(model.adam.offsets == (std::vector<size_t>{0, own, 2 * own}) &&
@@ -253,7 +256,8 @@ TEST(shares_of_the_optimizer_are_packed) {
 // losses and the norm fill a line of memory.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
     Ranks<Cpu> ranks;
-    ranks.comm = std::make_shared<Cpu::Comm>(), ranks.sharded = true;
+    ranks.comm = std::make_shared<Cpu::Comm>();
+    ranks.sharded = true;
     constexpr int kMicroSteps = 63;
     const std::vector<int> stream = make_tokens(kMicroSteps * 20 + 1, kSmall.V, 3);
     const auto state_after_a_step = [&](bool sharded) {
@@ -308,7 +312,10 @@ TEST(defaults) {
         {1200, "", true, 0, 1200, 60, 120, 240}};
     for (const auto& c : lengths) {
         Options o;
-        o.max_steps = c.given, o.train_data = c.data, o.tokens_per_step = 256, o.T = 64;
+        o.max_steps = c.given;
+        o.train_data = c.data;
+        o.tokens_per_step = 256;
+        o.T = 64;
         resolve_steps(o, c.on_cpu, c.windows);
         CHECK(o.max_steps == c.steps && o.warmup == c.warmup && o.val_every == c.val_every &&
               o.sample_every == c.sample_every && o.val_batches == 20);
@@ -392,14 +399,17 @@ TEST(numbers_end_where_their_ranges_do) {
 // dev/test_recipe sees the schedules' shapes. These are the ends that no run of it has.
 TEST(schedules_of_the_shortest_runs) {
     Options o;
-    o.lr = 1.f, o.final_lr = 0.1f;
+    o.lr = 1.f;
+    o.final_lr = 0.1f;
     const struct {
         int warmup, steps, step;
         double rate;
     } cases[] = {{0, 1, 0, 1.0}, {4, 3, 2, 0.75}, {2, 3, 2, 1.0}};
     for (const char* kind : {"cosine", "linear", "constant", "wsd"})
         for (const auto& c : cases) {
-            o.schedule = kind, o.warmup = c.warmup, o.max_steps = c.steps;
+            o.schedule = kind;
+            o.warmup = c.warmup;
+            o.max_steps = c.steps;
             CHECK_NEAR(o.learning_rate(c.step), c.rate, 1e-6);
         }
 
@@ -468,7 +478,8 @@ TEST(mfu_by_hand) {
         Options o;
         o.output_dir = out, o.init = "tiny", o.train_data = "README.md", o.B = 2, o.T = 32,
         o.max_steps = 1;
-        o.val_every = o.sample_every = 0, o.context_parallel = ranks;
+        o.val_every = o.sample_every = 0;
+        o.context_parallel = ranks;
         const auto train = [&](int rank, ThreadComm& comm) {
             Options mine = o;
             Threads dev(1);
@@ -964,7 +975,8 @@ TEST(gpu_gradients_bf16) {
 
 TEST(gpu_flash_equals_naive_over_400_steps_fp32) {
     Config config = preset("d12");
-    config.L = 4, config.max_T = 256;
+    config.L = 4;
+    config.max_T = 256;
     const std::vector<int> stream = make_tokens(400 * 4 * 256 + 1, config.V, 9);
     const auto losses = [&](Attention attention) {
         return train<float>(gpu(false), config, attention, 256, 400, stream, 3e-4).first;
@@ -1008,8 +1020,10 @@ TEST(gpu_memory_is_what_the_table_says) {
         size_t bytes = 0;
         size_t tensors = 0;
         for (const Arena* a : model.arenas())
-            for (const TensorSpec& t : a->tensors)
-                bytes += t.elements() * size_of(t.dtype), tensors++;
+            for (const TensorSpec& t : a->tensors) {
+                bytes += t.elements() * size_of(t.dtype);
+                tensors++;
+            }
         // alignment, and the driver's 2 MiB pages
         const double most = 256. * tensors + 5 * (2 << 20);
         double taken = 0;

@@ -374,8 +374,10 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
     // Backward, from fp32 statistics.
     Values m = mean.reference;
     Values s = rstd.reference;
-    for (size_t n = 0; n < N; n++)
-        m[n] = rounded<float>(m[n]), s[n] = rounded<float>(s[n]);
+    for (size_t n = 0; n < N; n++) {
+        m[n] = rounded<float>(m[n]);
+        s[n] = rounded<float>(s[n]);
+    }
     Tensor<float> mean_in(m);
     Tensor<float> rstd_in(s);
     Tensor<float> dweight(randn<float>(C));
@@ -773,7 +775,9 @@ TEST_OF_X(classifier) {
     const Tensor<float> losses(poison(N));
     for (int at : {0, 100, V - 1}) {
         Values x = randn<X>(N * Vp);
-        x[3 * Vp + at] = NAN, x[4 * Vp + at] = INFINITY, x[5 * Vp + at] = -INFINITY;
+        x[3 * Vp + at] = NAN;
+        x[4 * Vp + at] = INFINITY;
+        x[5 * Vp + at] = -INFINITY;
         const Tensor<X> logits(x);
         classifier<X>(Late(), logits, losses, Ints({V, -1, 1000000, 7, 7, 7, V - 1}), 1.f, N, V,
                       Vp);
@@ -882,7 +886,9 @@ TEST_OF_X(cross_entropy) {
         return inp.values();
     };
     Values rows = randn<X>(N * C);
-    rows[3 * C] = NAN, rows[4 * C + 5] = INFINITY, rows[5 * C + 63] = -INFINITY;
+    rows[3 * C] = NAN;
+    rows[4 * C + 5] = INFINITY;
+    rows[5 * C + 63] = -INFINITY;
     const Values dinp = run(rows, weight, {V, -1, 1000000, 7, 7, 7, 0, V - 1, 7, 7});
     const Values loss = losses.values();
     for (int n = 0; n < N; n++)
@@ -1157,7 +1163,8 @@ TEST(adamw_bias_correction) {
         Tensor<float> g(randn<float>(n));
         Tensor<float> norm({1.0});
         AdamW slow = hyper(step);
-        slow.beta1 = 0.99999f, slow.beta2 = 0.9999f;
+        slow.beta1 = 0.99999f;
+        slow.beta2 = 0.9999f;
         check(format("adamw at step %d", step),
               {{"params", p, kFp32, 0.0, true}, {"m", m}, {"v", v}}, [&](const auto& on) {
                   adamw_update(on.dev, on(p), nullptr, on(m), on(v), on(g), on(norm), &all, 1,
@@ -1182,7 +1189,8 @@ TEST(adamw_stochastic_rounding) {
         master.start.assign(n, value);
         master.reset(), m.reset(), v.reset();
         AdamW still = hyper(step);
-        still.lr = 0.f, still.seed = seed;
+        still.lr = 0.f;
+        still.seed = seed;
         adamw_update<bf16>(Late(), params, master, m, v, g, norm, &all, 1, still);
         return params.values();
     };

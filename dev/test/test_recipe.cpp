@@ -141,7 +141,8 @@ std::vector<Tokens> val_windows(int n) {
 const std::vector<Choice> kChoices = [] {
     std::vector<Choice> choices(7);
     for (int i = 0; i < 7; i++) {
-        choices[i].index = i, choices[i].label = (i * 5 + 1) % 4;
+        choices[i].index = i;
+        choices[i].label = (i * 5 + 1) % 4;
         choices[i].context = make_tokens(3 + i, 30 + i);
         for (int e = 0; e < 4; e++)
             choices[i].endings.push_back(make_tokens(2 + (i + 3 * e) % 5, 50 + 4 * i + e));
@@ -349,14 +350,17 @@ void check_recipe(const std::string& options, const std::string& meant, const st
                 // a key's bias gradient is only rounding, which AdamW blows up
                 if (t == QKVB && i / C == 1)
                     continue;
-                went[i] = end[at + i] - start[at + i], wanted[i] = model.p[at + i] - start[at + i];
+                went[i] = end[at + i] - start[at + i];
+                wanted[i] = model.p[at + i] - start[at + i];
             }
             const auto check = [&](const char* what, const double* got, const double* want,
                                    double tolerance) {
                 double d = 0;
                 double sum = 0;
-                for (size_t i = 0; i < n; i++)
-                    d += std::pow(got[i] - want[i], 2), sum += want[i] * want[i];
+                for (size_t i = 0; i < n; i++) {
+                    d += std::pow(got[i] - want[i], 2);
+                    sum += want[i] * want[i];
+                }
                 const double error = std::sqrt(sum > 0 ? d / sum : d);
                 if (!(error <= tolerance))
                     test::report(__FILE__, __LINE__,

@@ -249,7 +249,8 @@ struct Block {
                     float right = pair[1];
                     if constexpr (mode == Mode::forward) {
                         const auto b = load<2>(bias + 8 * (n + i / 2));
-                        left += b[0], right += b[1];
+                        left += b[0];
+                        right += b[1];
                     }
                     packed[i] = Exponentials ? pack_f16(fmaf(left, kLog2e, -shift[i % 2]),
                                                         fmaf(right, kLog2e, -shift[i % 2]))
