@@ -178,7 +178,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     const uint32_t k_smem = q_smem + Br * HS * 2;
     const uint32_t v_smem = k_smem + 2 * TileBytes;
 
-    const Work w = work_of(p, true);
+    const WorkTile w = work_of(p, true);
     const int q0 = w.tile * Br;
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;
@@ -284,7 +284,7 @@ struct BackwardArgs {
 // args.lse_D. HS/8 lanes share a row of dO and O, 8 elements each. Rows past Tq get lse = +inf, so
 // that their P is 0.
 template <int HS, int M, class Args>
-__device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, const bf16* dout,
+__device__ __forceinline__ void make_lse_D(const Args& args, const WorkTile& w, const bf16* dout,
                                            LseD* lse_D_smem, int q0, int warp_row) {
     constexpr int Pieces = HS / 8;
     constexpr int RowsAtOnce = 32 / Pieces;
@@ -334,7 +334,7 @@ __global__ __launch_bounds__(kThreads,
     const uint32_t v_smem = k_smem + 2 * TileBytes;
     LseD* lse_D_smem = reinterpret_cast<LseD*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
-    __shared__ Work w;  // the loops leave no register for it
+    __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_of(p, true);
     __syncthreads();
@@ -453,7 +453,7 @@ __global__ __launch_bounds__(kThreads,
     const LseDPair* lse_D =
         reinterpret_cast<const LseDPair*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);
 
-    __shared__ Work w;  // the loops leave no register for it
+    __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_of(p, false);
     __syncthreads();

@@ -34,8 +34,8 @@
 //   S, O     registers                                  accumulators, fp32
 //
 //   barrier         who arrives              who waits
-//   QFull[2][W]     TMA                      the warpgroup: its queries and its Work are there
-//   QEmpty[2][W]    the warpgroup's threads  the producer: Work has been read, the last product
+//   QFull[2][W]     TMA                      the warpgroup: its queries and its WorkTile are there
+//   QEmpty[2][W]    the warpgroup's threads  the producer: WorkTile has been read, the last product
 //                                            with Q is done
 //   KFull, VFull    TMA                      all consumers
 //   KEmpty, VEmpty  every consumer warp      the producer
@@ -77,7 +77,7 @@ struct ForwardTiles {
     static constexpr int ProducerRegisters = HS == 64 ? 32 : 40;
     static constexpr int ConsumerRegisters = HS == 64 ? 160 : 232;
     static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
-    // Offsets in shared memory: Q twice, out, the stages, barriers, Work twice. 200 KB, 224 KB.
+    // Offsets in shared memory: Q twice, out, the stages, barriers, WorkTile twice. 200 KB, 224 KB.
     static constexpr int Out = 2 * Warpgroups * QBytes, K = Out + Warpgroups * QBytes,
                          V = K + Stages * KvBytes;
     static constexpr int MostOfABarrier = 2 * Warpgroups;  // of six kinds
@@ -108,7 +108,7 @@ __device__ int next_item[kCounters];
 std::atomic<unsigned> launches;
 
 // One tile of queries of one head.
-struct Work {
+struct WorkTile {
     int b;  // −1: there is no more
     int h;
     int q0;
@@ -119,7 +119,7 @@ struct Work {
 // does not divide Tq, it is the first, short tile that has warpgroups without queries (q0 < 0), not
 // the longest.
 template <int Br, int Bc>
-__device__ __forceinline__ Work work_item(const Problem& p, int item) {
+__device__ __forceinline__ WorkTile work_item(const Problem& p, int item) {
     const int first = item / (p.group * p.tiles) * p.group;
     const int size = min(p.group, p.heads - first);
     const int i = item - first * p.tiles;
@@ -135,18 +135,18 @@ __device__ __forceinline__ Work work_item(const Problem& p, int item) {
 
 enum Barrier { QFull, QEmpty, KFull, VFull, KEmpty, VEmpty };
 
-// What lies where in a block's shared memory. `slot` counts Q and Work, w the consumers.
+// What lies where in a block's shared memory. `slot` counts Q and WorkTile, w the consumers.
 template <int HS>
 struct Shared {
     using Tiles = ForwardTiles<HS>;
     static constexpr int W = Tiles::Warpgroups;
     static constexpr int kMost = Tiles::MostOfABarrier;
     uint32_t base, barriers;
-    Work* work;  // [2], beside the slots of Q
+    WorkTile* work;  // [2], beside the slots of Q
     __device__ __forceinline__ explicit Shared(unsigned char* smem)
         : base(smem_address(smem)),
           barriers(base + Tiles::Barriers),
-          work(reinterpret_cast<Work*>(smem + Tiles::NextWork)) {}
+          work(reinterpret_cast<WorkTile*>(smem + Tiles::NextWork)) {}
     __device__ __forceinline__ void init() const {
         init(QFull, 1);
         init(QEmpty, 128);  // the warpgroup's threads
@@ -190,8 +190,8 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
     constexpr int W = Tiles::Warpgroups;
-    Cursor<Tiles::Stages> at;
-    Work w;
+    PipelineState<Tiles::Stages> at;
+    WorkTile w;
     // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared
     // memory.
     auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
@@ -220,10 +220,10 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
             load(shared.q(i % 2, wg), q_map, shared.at(QFull, i % 2, wg), 64,
                  max(0, w.q0 + 64 * wg));
         for (int j = w.k_tiles - 1; j >= 0; j--, at.advance()) {
-            mbarrier_wait(shared.at(KEmpty, at.stage), at.phase ^ 1);
-            load(shared.k(at.stage), k_map, shared.at(KFull, at.stage), Bc, j * Bc);
-            mbarrier_wait(shared.at(VEmpty, at.stage), at.phase ^ 1);
-            load(shared.v(at.stage), v_map, shared.at(VFull, at.stage), Bc, j * Bc);
+            mbarrier_wait(shared.at(KEmpty, at.index), at.phase ^ 1);
+            load(shared.k(at.index), k_map, shared.at(KFull, at.index), Bc, j * Bc);
+            mbarrier_wait(shared.at(VEmpty, at.index), at.phase ^ 1);
+            load(shared.v(at.index), v_map, shared.at(VFull, at.index), Bc, j * Bc);
         }
     }
 }
@@ -238,10 +238,10 @@ struct Consumer {
     const Problem& p;
     const Shared<HS>& shared;
     const int wg, warp, lane;
-    Cursor<Stages> at;   // the tile of keys whose S comes next, or is at hand
-    int first_q;         // the warpgroup's first query
-    uint32_t q;          // where its queries lie
-    float s[Bc / 8][4];  // S, then P
+    PipelineState<Stages> at;  // the tile of keys whose S comes next, or is at hand
+    int first_q;               // the warpgroup's first query
+    uint32_t q;                // where its queries lie
+    float s[Bc / 8][4];        // S, then P
     float o[HS / 8][4];
     uint32_t p_regs[Bc / 16][4];  // P as A operand
     float l[2], m[2];             // l: this lane's columns only, summed at the end
@@ -261,7 +261,7 @@ struct Consumer {
     template <int N>
     __device__ __forceinline__ void multiply_qk(float (&s)[N][4]) {
         const uint64_t q_descriptor = wgmma_descriptor(q);
-        const uint64_t k_descriptor = wgmma_descriptor(shared.k(at.stage));
+        const uint64_t k_descriptor = wgmma_descriptor(shared.k(at.index));
         wgmma_fence();
         for (int kk = 0; kk < HS / 16; kk++)
             wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
@@ -277,7 +277,7 @@ struct Consumer {
 #pragma unroll 1
         for (int kk = 0; kk < HS / 16; kk++) {
             const uint32_t q_tile = q + kk / 4 * 64 * 128;
-            const uint32_t k_tile = shared.k(at.stage) + kk / 4 * Bc * 128;
+            const uint32_t k_tile = shared.k(at.index) + kk / 4 * Bc * 128;
             uint32_t a[4];
             uint32_t b[4];
             ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
@@ -366,16 +366,16 @@ struct Consumer {
     __device__ __forceinline__ void first(float (&s)[N][4], int j) {
         multiply_qk(s);
         wgmma_wait<0>(s);
-        release(shared.at(KEmpty, at.stage));
+        release(shared.at(KEmpty, at.index));
         softmax<true>(s, j);
         pack(s);
     }
     // S of tile j beside O += P V of the tile before it, of which P covers Keys.
     template <bool Masked, int Keys = Bc>
     __device__ __forceinline__ void step(int j) {
-        const int previous = at.stage;
+        const int previous = at.index;
         at.advance();
-        mbarrier_wait(shared.at(KFull, at.stage), at.phase);
+        mbarrier_wait(shared.at(KFull, at.index), at.phase);
         multiply_qk(s);
         bool out_of_range = false;
         if constexpr (Masked) {
@@ -402,7 +402,7 @@ struct Consumer {
         }
         // For the next step's P V. Here, because a loop keeps the compiler from moving the
         // exponentials past the wait below: they are to run beside O += P V.
-        mbarrier_wait(shared.at(VFull, at.stage), at.phase);
+        mbarrier_wait(shared.at(VFull, at.index), at.phase);
         wgmma_wait<0>(o);
         if (out_of_range) {
             multiply_qk_alone();
@@ -410,7 +410,7 @@ struct Consumer {
         }
         if (out_of_range || Masked)
             rescale();
-        release(shared.at(KEmpty, at.stage));
+        release(shared.at(KEmpty, at.index));
         release(shared.at(VEmpty, previous));
         pack(s);
         for (int r = 0; r < 2; r++)
@@ -418,7 +418,7 @@ struct Consumer {
     }
 
     // All of a tile of queries but its end: O, m and l.
-    __device__ __forceinline__ void attend(const Work& w, int slot) {
+    __device__ __forceinline__ void attend(const WorkTile& w, int slot) {
         first_q = w.q0 + 64 * wg;
         q = shared.q(slot, wg);
         // 0: no queries here
@@ -436,16 +436,16 @@ struct Consumer {
 
         int j = w.k_tiles - 1;
         for (; j >= my_tiles; j--, at.advance()) {  // beyond this warpgroup's queries
-            mbarrier_wait(shared.at(KFull, at.stage), at.phase);
-            release(shared.at(KEmpty, at.stage));
-            mbarrier_wait(shared.at(VFull, at.stage), at.phase);
-            release(shared.at(VEmpty, at.stage));
+            mbarrier_wait(shared.at(KFull, at.index), at.phase);
+            release(shared.at(KEmpty, at.index));
+            mbarrier_wait(shared.at(VFull, at.index), at.phase);
+            release(shared.at(VEmpty, at.index));
         }
         if (my_tiles == 0) {
             mbarrier_arrive(shared.at(QEmpty, slot, wg));
             return;
         }
-        mbarrier_wait(shared.at(KFull, at.stage), at.phase);
+        mbarrier_wait(shared.at(KFull, at.index), at.phase);
         // The diagonal leaves every other warpgroup only half a tile: half the products, half the
         // exponentials.
         float half[8][4];
@@ -454,7 +454,7 @@ struct Consumer {
             first(half, j);
         else
             first(s, j);
-        mbarrier_wait(shared.at(VFull, at.stage), at.phase);
+        mbarrier_wait(shared.at(VFull, at.index), at.phase);
         for (int r = 0; r < 2; r++)
             l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
         j--;
@@ -465,9 +465,9 @@ struct Consumer {
         for (; j >= 0; j--)
             step<false>(j);
         mbarrier_arrive(shared.at(QEmpty, slot, wg));
-        multiply_pv<Bc>(at.stage, [](int) {});
+        multiply_pv<Bc>(at.index, [](int) {});
         wgmma_wait<0>(o);
-        release(shared.at(VEmpty, at.stage));
+        release(shared.at(VEmpty, at.index));
         at.advance();
     }
 
@@ -489,7 +489,7 @@ struct Consumer {
     // Writes lse, and out by way of shared memory if it is bf16. A tile of fp32 would not fit there
     // at HS 128.
     template <class Y>
-    __device__ __forceinline__ void store(const Work& w, const float (&lse)[2],
+    __device__ __forceinline__ void store(const WorkTile& w, const float (&lse)[2],
                                           const CUtensorMap& out_map) const {
         float* lse_rows = p.lse.ptr + (static_cast<size_t>(w.b) * p.NH + w.h) * p.lse.head;
         const int row = first_q + 16 * warp + lane / 4;
@@ -556,7 +556,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
         Consumer<HS> consumer(p, shared, warpgroup - 1);
         for (int i = 0;; i++) {
             mbarrier_wait(shared.at(QFull, i % 2, warpgroup - 1), i / 2 & 1);
-            Work w = shared.work[i % 2];
+            WorkTile w = shared.work[i % 2];
             w.b = __shfl_sync(~0u, w.b, 0);
             w.q0 = __shfl_sync(~0u, w.q0, 0);
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);

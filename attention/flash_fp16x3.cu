@@ -221,7 +221,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     extern __shared__ __align__(256) unsigned char smem[];
     const KV kv{smem};
 
-    __shared__ Work w;  // the loops leave no register for it
+    __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_of(p, true);
     __syncthreads();
@@ -364,7 +364,7 @@ __device__ __forceinline__ RowError error_of_row(float dS, uint32_t P) {
 template <int HS, int M, class FirstRow>
 __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2],
                                           float (&D)[M][2], unsigned char* q_rows,
-                                          const BackwardArgs& args, const Work& w,
+                                          const BackwardArgs& args, const WorkTile& w,
                                           FirstRow first_q) {
     constexpr int Rows = 16 * M;
     constexpr int QLo = DqTiles<HS>::Br * HS * 2;
@@ -412,7 +412,7 @@ __global__ __launch_bounds__(kThreads,
     extern __shared__ __align__(256) unsigned char smem[];
     const KV kv{smem + 4 * QLo};
 
-    __shared__ Work w;  // the loops leave no register for it
+    __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_of(p, true);
     __syncthreads();
@@ -582,7 +582,7 @@ __global__ __launch_bounds__(kThreads,
     // two stages of lse_D, then of factors
     unsigned char* lse_D_smem = smem + 4 * KLo + 4 * QdO::Pair;
 
-    __shared__ Work w;  // the loops leave no register for it
+    __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_of(p, false);
     __syncthreads();

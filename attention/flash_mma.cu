@@ -165,9 +165,9 @@ using ForwardArgs = Args<AttentionForward<bf16>>;
 using BackwardArgs = Args<AttentionBackward<bf16>>;
 
 // What a block works on. Long rows come first, so that the last blocks to finish have little to do.
-struct Work {
+struct WorkTile {
     int bh, b, h, row0;  // the head, and the block's first row
-    __device__ Work(int heads, int NH, bool last_first)
+    __device__ WorkTile(int heads, int NH, bool last_first)
         : bh(blockIdx.x % heads), b(bh / NH), h(bh % NH) {
         const int tile = blockIdx.x / heads;
         const int tiles = gridDim.x / heads;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(ForwardArgs args) {
     constexpr int Br = kRows;
     constexpr int Bc = 64;
     __shared__ __align__(16) Tile<HS, Bc> k_smem, v_smem;
-    const Work w(args.heads, args.s.NH, true);
+    const WorkTile w(args.heads, args.s.NH, true);
     // of a fragment: this lane's row and column
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(BackwardArgs args) {
     constexpr int Br = kRows;
     constexpr int Bc = kPassing;
     __shared__ __align__(16) Tile<HS, Bc> k_smem, v_smem;
-    const Work w(args.heads, args.s.NH, true);
+    const WorkTile w(args.heads, args.s.NH, true);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
     const int c = lane % 4 * 2;
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(BackwardArgs args) {
     constexpr int Br = kPassing;
     __shared__ __align__(16) Tile<HS, Br> q_smem, do_smem;
     __shared__ float lse_smem[Br], D_smem[Br];  // lse_smem is lse·log2(e)
-    const Work w(args.heads, args.s.NH, false);
+    const WorkTile w(args.heads, args.s.NH, false);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
     const int c = lane % 4 * 2;

@@ -115,11 +115,11 @@ using BackwardArgs = Args<AttentionBackward<float>>;
 
 // What a block works on. Long rows come first, so that the last blocks to finish have little to do.
 template <int HS>
-struct Work {
+struct WorkTile {
     int bh, b, h;  // the head
     // the block's first row, this thread's row and line
     int row0, row, line = threadIdx.x % kSplit<HS>;
-    __device__ Work(int heads, int NH, bool last_first) {
+    __device__ WorkTile(int heads, int NH, bool last_first) {
         const int tile = blockIdx.x / heads;
         const int tiles = gridDim.x / heads;
         bh = blockIdx.x % heads;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
     constexpr int Br = kThreads / kSplit<HS>;
     constexpr int Bc = kPassing / kSplit<HS>;
     __shared__ __align__(16) Line q_smem[kThreads], k_smem[kPassing], v_smem[kPassing];
-    const Work<HS> w(args.heads, args.s.NH, true);
+    const WorkTile<HS> w(args.heads, args.s.NH, true);
     const int Tq = args.s.Tq;
     const int Tk = args.s.Tk;
     load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, 4) dq_kernel(BackwardArgs args) {
     constexpr int Bc = kPassing / kSplit<HS>;
     __shared__ __align__(16) Line q_smem[kThreads], do_smem[kThreads], k_smem[kPassing],
         v_smem[kPassing];
-    const Work<HS> w(args.heads, args.s.NH, true);
+    const WorkTile<HS> w(args.heads, args.s.NH, true);
     const int Tq = args.s.Tq;
     const int Tk = args.s.Tk;
     load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 4) dkdv_kernel(BackwardArgs args) {
     constexpr int Br = kLines / kSplit<HS>;
     __shared__ __align__(16) Line k_smem[kThreads], v_smem[kThreads], q_smem[kLines],
         do_smem[kLines];
-    const Work<HS> w(args.heads, args.s.NH, false);  // its rows are keys
+    const WorkTile<HS> w(args.heads, args.s.NH, false);  // its rows are keys
     const int Tq = args.s.Tq;
     const int Tk = args.s.Tk;
     const float* lse = args.lse.ptr + w.bh * args.lse.head;

@@ -264,8 +264,8 @@ struct Stream {
     // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros. This
     // needs no barrier, because each thread will read only what it copied itself.
     __device__ __forceinline__ void copy(const HeadsView<const float>& x,
-                                         const HeadsView<const float>& y, const Work& w, int row0,
-                                         int end) const {
+                                         const HeadsView<const float>& y, const WorkTile& w,
+                                         int row0, int end) const {
         const float* x_head = head_of(x, w, HS);
         const float* y_head = head_of(y, w, HS);
         copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token, row0, end);

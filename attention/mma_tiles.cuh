@@ -120,7 +120,7 @@ struct alignas(16) LseDPair {
     LseD of[2];
 };
 
-struct Work {
+struct WorkTile {
     int tile;
     int bh;
     int b;
@@ -128,7 +128,7 @@ struct Work {
 };
 // A block takes the tile of a head that has its own number.
 template <class X>
-__device__ __forceinline__ Work work_of(const Problem<X>& p, bool descending) {
+__device__ __forceinline__ WorkTile work_of(const Problem<X>& p, bool descending) {
     const int first = blockIdx.x / (p.group * p.tiles) * p.group;
     const int size = min(p.group, p.heads - first);
     const int i = blockIdx.x - first * p.tiles;
@@ -145,7 +145,7 @@ __device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
     return (k_end + Bc - 1) / Bc;
 }
 template <class X>
-__device__ __forceinline__ X* head_of(const HeadsView<X>& x, const Work& w, int HS) {
+__device__ __forceinline__ X* head_of(const HeadsView<X>& x, const WorkTile& w, int HS) {
     return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
 }
 

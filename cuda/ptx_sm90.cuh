@@ -100,12 +100,12 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // Which of a pipeline's stages comes next, and the parity that a consumer waits for. The producer
 // waits for the other.
 template <int Stages>
-struct Cursor {
-    int stage = 0;
+struct PipelineState {
+    int index = 0;
     uint32_t phase = 0;
     __device__ __forceinline__ void advance() {
-        if (++stage == Stages) {
-            stage = 0;
+        if (++index == Stages) {
+            index = 0;
             phase ^= 1;
         }
     }

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     const uint32_t q_smem = smem_address(smem);
     const uint32_t k_smem = q_smem + Br * HS * 2;
     const uint32_t v_smem = k_smem + 2 * KvBytes;
-    const Work w = work_of(p, true);
+    const WorkTile w = work_of(p, true);
     const int q0 = w.tile * Br;
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;

@@ -175,16 +175,16 @@ struct Block {
         constexpr uint16_t kBoth = (1 << kCluster) - 1;
         constexpr int kHalf = kColumns / kCluster;
         const int mine = rank * kHalf;  // the first column of this block's half of B
-        Cursor<kStages> at;
+        PipelineState<kStages> at;
         for (int item = first; item < p.items; item += clusters) {
             const int row = row_of(item);
             const int column = column_of(item);
             for (int k = 0; k < p.chunks; k++, at.advance()) {
-                const uint32_t barrier = full(at.stage);
-                const uint32_t b = b_smem(at.stage);
-                mbarrier_wait(empty(at.stage), at.phase ^ 1);
+                const uint32_t barrier = full(at.index);
+                const uint32_t b = b_smem(at.index);
+                mbarrier_wait(empty(at.index), at.phase ^ 1);
                 mbarrier_arrive_expect(barrier, kStageBytes);
-                tma_load_4d(a_smem(at.stage), &a_map, barrier, 0, k, row, 0);
+                tma_load_4d(a_smem(at.index), &a_map, barrier, 0, k, row, 0);
                 if constexpr (Backward) {
                     for (int c = 0; c < kHalf; c += 64)
                         tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
@@ -203,18 +203,18 @@ struct Block {
             if (lane < kCluster)
                 mbarrier_arrive_cluster(empty(stage), lane);
         };
-        Cursor<kStages> at;
+        PipelineState<kStages> at;
         uint32_t d_phase = 1;
         for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
             float d[kParts][kPart][4];
             float shift[2];
             int previous = 0;
             for (int k = 0; k < p.chunks; k++, at.advance()) {
-                mbarrier_wait(full(at.stage), at.phase);
+                mbarrier_wait(full(at.index), at.phase);
                 const uint64_t a =
-                    wgmma_descriptor(a_smem(at.stage) + warp / kGroupWarps * 64 * kChunk * 2);
+                    wgmma_descriptor(a_smem(at.index) + warp / kGroupWarps * 64 * kChunk * 2);
                 const uint64_t b =
-                    wgmma_descriptor(b_smem(at.stage), Backward ? 64 * kChunk * 2 : 16);
+                    wgmma_descriptor(b_smem(at.index), Backward ? 64 * kChunk * 2 : 16);
                 wgmma_fence();
                 for (int kk = 0; kk < kChunk / 16; kk++)
                     for (int h = 0; h < kParts; h++)
@@ -228,7 +228,7 @@ struct Block {
                     wgmma_wait<1>();
                     release(previous);
                 }
-                previous = at.stage;
+                previous = at.index;
             }
             if constexpr (Exponentials)  // the last chunk's products are still on the way
                 for (int i = 0; i < 2; i++)
