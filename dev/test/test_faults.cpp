@@ -242,7 +242,11 @@ void check_faults(const std::string& begin, const std::string& command, int rank
             // A checkpoint that was announced is never lost.
             const double announced = number_after(first.out, "checkpoint " + out + "/model_");
             const double resumed = number_after(second.out, "resumed at step ");
-            const bool same = !left_over && content(out) == wanted &&
+            // Nor is a model left without its state, which nothing would ever remove.
+            bool orphan = false;
+            for (int step = 0; step <= kSteps; step++)
+                orphan |= exists(model_path(out, step)) && !exists(state_path(out, step));
+            const bool same = !left_over && !orphan && content(out) == wanted &&
                               (kind != kInterrupted || first.code == 0) &&
                               (!first.code || std::isnan(announced) || resumed >= announced);
             if (same && second.code == 0 &&
@@ -289,7 +293,7 @@ TEST(a_failing_log_costs_no_step) {
         if (std::string(counted->names[i]) == "write")
             writes.push_back(i);
     CHECK(writes.size() == kSteps + 1);
-    for (const int step : {1, 3}) {
+    for (const int step : {1, 2}) {  // before a checkpoint syncs the log, at whatever moment
         const std::string out = dir() + format("/failing_log_%d", step);
         CHECK_RUN(train(options(out), 1, log_of(out), writes.at(step), kNoSpace), 1, "log.jsonl");
         CHECK(newest_model(out) == step);

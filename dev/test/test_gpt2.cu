@@ -666,10 +666,11 @@ TEST(the_first_step_may_take_longer_than_the_timeout) {
 }
 
 // Work that goes on is no hang, however long all of it takes: with --timeout 1 layers, validation
-// batches, sampled tokens and pieces of a checkpoint that take half a second each. Its pieces are
-// several because two ranks share the optimizer, whose windows are no larger than the activations.
+// batches, sampled tokens and pieces of a checkpoint that take a fifth of a second each. Its pieces
+// are several because two ranks share the optimizer, whose windows are no larger than the
+// activations.
 TEST(slow_work_that_goes_on_is_no_hang) {
-    constexpr double kSlow = 0.5;
+    constexpr double kSlow = 0.2;
     const auto train = [](Options o, const Slow& dev, int ranks) {
         o.timeout = 1;
         on_threads(ranks, [&](int rank, ThreadComm& comm) {
@@ -696,7 +697,7 @@ TEST(slow_work_that_goes_on_is_no_hang) {
         Options o = small_run("", 2);
         o.val_data = text_file();
         o.val_every = 2;
-        o.val_batches = 5;
+        o.val_batches = 8;
         Slow dev;
         dev.upload_s = kSlow;
         return train(o, dev, 1);
@@ -704,7 +705,7 @@ TEST(slow_work_that_goes_on_is_no_hang) {
     runs.start([&] {
         Options o = small_run("", 2);
         o.sample_every = 2;
-        o.sample_length = 5;
+        o.sample_length = 8;
         o.temperature = 1;
         Slow dev;
         dev.upload_s = kSlow;
