@@ -388,7 +388,7 @@ struct GPT2 {
                 .ranks = size_t(ranks.size),
                 .micro_steps = size_t(micro_steps)};
     }
-    size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step
+    size_t num_losses() const { return statistics().num_losses(); }  // of a step
     // (N) of the last micro-batch
     A* losses() const { return workspace().losses; }
 
@@ -420,8 +420,7 @@ struct GPT2 {
         sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
         sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
         sizes.chunk = classifier_chunk(N);
-        sizes.stats =
-            DeviceStatistics<A>{nullptr, size_t(ranks.size), size_t(micro_steps)}.elements();
+        sizes.stats = statistics().elements();
         sizes.ranks = ranks.size;
         sizes.parameters = num_parameters / shards();
         sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
@@ -490,8 +489,9 @@ struct GPT2 {
         const int rank = ranks.context_rank();
         return {chunk, zigzag.chunk(rank, 0) * chunk, zigzag.chunk(rank, 1) * chunk};
     }
-    int sequence() const { return T * ranks.context; }             // tokens of a whole one
-    int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
+    bool tf32() const { return dev.tf32 && std::is_same_v<X, float>; }  // matmuls in TF32
+    int sequence() const { return T * ranks.context; }                  // tokens of a whole one
+    int shards() const { return ranks.sharded ? ranks.size : 1; }       // of the optimizer
     std::vector<ParamRange> share(int rank) const {
         return share_of(params.tensors, rank, shards(), ranks.overlap);
     }

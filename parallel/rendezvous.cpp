@@ -198,9 +198,12 @@ std::string rendezvous(const Place& place, const Fields& fields, const std::stri
                   {"number of ranks", std::to_string(place.size)}};
     all.insert(all.end(), fields.begin(), fields.end());
     std::string me;
-    for (const auto& [name, value] : all)
-        for (const std::string& part : {name, value})
-            (me += part) += '\0';
+    for (const auto& [name, value] : all) {
+        me += name;
+        me += '\0';
+        me += value;
+        me += '\0';
+    }
     const std::string answer =
         place.rank == 0 ? answer_all(place, me, blob, patience) : ask_first(place, me, patience);
     std::string wrong = answer.c_str();  // up to the zero

@@ -34,7 +34,6 @@ class Checkpoints {
             snapshot_ = static_cast<char*>(model.dev.alloc_host(bytes));
         const Config& c = model.config;
         const char* const order = o.overfit ? "one batch" : o.no_shuffle ? "as it is" : "shuffled";
-        const bool tf32 = model.dev.tf32 && std::is_same_v<X, float>;
         identity_.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
                             {"precision", name_of(dtype_of<X>())},
                             {"device", Model::Dev::kind},
@@ -44,7 +43,7 @@ class Checkpoints {
                             {"seed", std::to_string(o.seed)},
                             {"order of data", order},
                             {"attention", o.attention},
-                            {"matmuls", tf32 ? "TF32" : "full precision"},
+                            {"matmuls", model.tf32() ? "TF32" : "full precision"},
                             {"data", hex(batches.loader().identity())}};
     }
     ~Checkpoints() {

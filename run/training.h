@@ -76,7 +76,6 @@ struct Run {
 
     void describe() const {
         const auto& c = model.config;
-        const bool tf32 = dev.tf32 && std::is_same_v<X, float>;
         Options settings = o;
         Options defaults;
         if (ranks.size == 1) {
@@ -88,7 +87,8 @@ struct Run {
             attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
         print_text(options_changed(settings.table(), defaults.table()));  // it has the prompt
         std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(),
-                    name_of(dtype_of<X>()), tf32 ? " with TF32 matmuls" : "", attention.c_str());
+                    name_of(dtype_of<X>()), model.tf32() ? " with TF32 matmuls" : "",
+                    attention.c_str());
         if (ranks.size > 1)
             std::printf("ranks              %d, %d on this machine\n", ranks.size,
                         ranks.local_size);

@@ -488,7 +488,8 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
             const int keys = keys_seen(s, i);
             const X* q_i = c.q.row(b, i, h, HS);
             const X* do_i = c.dout.row(b, i, h, HS);
-            const X D_i = D[at(b, h, i)] = dot(do_i, c.out.row(b, i, h, HS), HS);
+            const X D_i = dot(do_i, c.out.row(b, i, h, HS), HS);
+            D[at(b, h, i)] = D_i;
             const size_t head = size_t(b) * s.NH + h;
             const X L = c.lse.ptr[head * c.lse.head + i];
             for (int j = 0; j < keys; j++)
