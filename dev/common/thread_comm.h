@@ -10,6 +10,8 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "layers/cpu/reference.h"
 
@@ -52,9 +54,13 @@ class ThreadCommOn {
           first_(all.first_ + first) {}
     const int rank, size;
 
-    // Each call is done when it returns.
-    void fork() {}
-    void join() {}
+    // NCCL's calls are done at any time between fork() and join(). These wait until join(), so that
+    // a test sees who reads a result, or changes an operand, too early.
+    void fork() { forked_ = true; }
+    void join() {
+        forked_ = false;
+        finish_calls();
+    }
     void head_start() {}
     template <class Calls>
     void group(Calls calls) {
@@ -64,22 +70,28 @@ class ThreadCommOn {
 
     template <class A>
     void all_reduce(A* x, size_t n) {
-        for (int r = 0; r < size; r++)
-            send(r, x, n * sizeof(A));
-        add_up(x, n);
+        at_join([=, this] {
+            for (int r = 0; r < size; r++)
+                put(r, x, n * sizeof(A));
+            add_up(x, n);
+        });
     }
     template <class A>
     void reduce_scatter(A* out, const A* x, size_t n) {
-        for (int r = 0; r < size; r++)
-            send(r, x + r * n, n * sizeof(A));
-        add_up(out, n);
+        at_join([=, this] {
+            for (int r = 0; r < size; r++)
+                put(r, x + r * n, n * sizeof(A));
+            add_up(out, n);
+        });
     }
     template <class X>
     void all_gather(X* x, size_t n) {
-        for (int r = 0; r < size; r++)
-            send(r, x + rank * n, n * sizeof(X));
-        for (int r = 0; r < size; r++)
-            recv(r, x + r * n, n * sizeof(X));
+        at_join([=, this] {
+            for (int r = 0; r < size; r++)
+                put(r, x + rank * n, n * sizeof(X));
+            for (int r = 0; r < size; r++)
+                get(r, x + r * n, n * sizeof(X));
+        });
     }
     template <class X>
     void send_recv(int to, const X* sent, size_t n, int from, X* received, size_t m) {
@@ -87,18 +99,22 @@ class ThreadCommOn {
         recv(from, received, m * sizeof(X));
     }
     void broadcast(void* x, size_t bytes) {
-        for (int r = 0; rank == 0 && r < size; r++)
-            send(r, x, bytes);
-        recv(0, x, bytes);
+        at_join([=, this] {
+            for (int r = 0; rank == 0 && r < size; r++)
+                put(r, x, bytes);
+            get(0, x, bytes);
+        });
     }
     void send(int to, const void* x, size_t bytes) {
-        Mail::Bytes copy(bytes);
-        dev_.download(copy.data(), x, bytes);
-        put(to, copy);
+        at_join([=, this] { put(to, x, bytes); });
     }
-    void recv(int from, void* x, size_t bytes) { dev_.upload(x, take(from, bytes).data(), bytes); }
+    void recv(int from, void* x, size_t bytes) {
+        at_join([=, this] { get(from, x, bytes); });
+    }
 
+    // Done when it returns, as NCCL's is.
     void host_all_gather(void* all, size_t bytes) {
+        finish_calls();
         char* const x = static_cast<char*>(all);
         for (int r = 0; r < size; r++)
             put(r, {x + rank * bytes, x + (rank + 1) * bytes});
@@ -110,6 +126,24 @@ class ThreadCommOn {
     const Dev& dev_;
     Mail& mail_;
     const int first_ = 0;  // the number of our rank 0 among all
+    bool forked_ = false;
+    std::vector<std::function<void()>> calls_;  // since fork()
+
+    void at_join(std::function<void()> call) {
+        if (!forked_)
+            throw Error("a collective outside of fork() and join()");
+        calls_.push_back(std::move(call));
+    }
+    void finish_calls() {
+        for (const auto& call : std::exchange(calls_, {}))
+            call();
+    }
+    void put(int to, const void* x, size_t bytes) {
+        Mail::Bytes copy(bytes);
+        dev_.download(copy.data(), x, bytes);
+        put(to, std::move(copy));
+    }
+    void get(int from, void* x, size_t bytes) { dev_.upload(x, take(from, bytes).data(), bytes); }
 
     void put(int to, Mail::Bytes bytes) {
         const std::lock_guard<std::mutex> lock(mail_.mutex);
