@@ -54,12 +54,13 @@ struct AttentionShape {
     }
 };
 
-// A number for each row: (B, NH, T) inside a larger tensor. That of row (b, t, h) is ptr[(b·NH +
-// h)·head + t].
+// A number for each row: (B, NH, T) inside a larger tensor. That of row (b, t, h) is
+//   ptr[(b·NH + h)·head_stride + t].
 template <class A>
 struct RowStatsView {
     A* ptr = nullptr;
-    size_t head = 0;                     // from one head to the next
+    size_t head_stride = 0;  // elements from a head to the next
+
     RowStatsView from(size_t t) const {  // without the first t tokens
         RowStatsView later = *this;
         later.ptr += t;
@@ -97,7 +98,7 @@ struct AttentionBackward {
 // A contiguous tensor (B, T, heads, HS).
 template <class X>
 HeadsView<X> contiguous(X* x, const HeadsShape& s) {
-    return {.ptr = x, .batch = s.T * s.C(), .token = s.C()};
+    return {.ptr = x, .batch_stride = s.T * s.C(), .token_stride = s.C()};
 }
 
 // q, k and v of one packed tensor. A token has the heads of q, then those of k, then those of v.
@@ -114,9 +115,9 @@ PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
     const size_t k = s.keys().C();
     const size_t token = q + 2 * k;
     const size_t batch = T * token;
-    return {.q = {.ptr = qkv, .batch = batch, .token = token},
-            .k = {.ptr = qkv + q, .batch = batch, .token = token},
-            .v = {.ptr = qkv + q + k, .batch = batch, .token = token}};
+    return {.q = {.ptr = qkv, .batch_stride = batch, .token_stride = token},
+            .k = {.ptr = qkv + q, .batch_stride = batch, .token_stride = token},
+            .v = {.ptr = qkv + q + k, .batch_stride = batch, .token_stride = token}};
 }
 
 // A layer's calls: the last Tq tokens of qkv (B, Tk, 3, NH, HS), and the gradients of whole
@@ -234,8 +235,8 @@ CallMemory memory_of(const char* name, const HeadsView<X>& x, const HeadsShape& 
             .ptr = x.ptr,
             .alignment = alignment,
             .row = s.C() * sizeof(X),
-            .sequences = {.count = size_t(s.B), .stride = x.batch * sizeof(X)},
-            .rows = {.count = size_t(s.T), .stride = x.token * sizeof(X)}};
+            .sequences = {.count = size_t(s.B), .stride = x.batch_stride * sizeof(X)},
+            .rows = {.count = size_t(s.T), .stride = x.token_stride * sizeof(X)}};
 }
 // Its rows are heads.
 template <class A>
@@ -245,7 +246,7 @@ CallMemory memory_of(const char* name, const RowStatsView<A>& x, const HeadsShap
             .ptr = x.ptr,
             .alignment = sizeof(A),
             .row = s.T * sizeof(A),
-            .rows = {.count = size_t(s.B) * s.heads, .stride = x.head * sizeof(A)}};
+            .rows = {.count = size_t(s.B) * s.heads, .stride = x.head_stride * sizeof(A)}};
 }
 template <class V>
 CallMemory memory_of(const char* name, V* x, size_t bytes) {

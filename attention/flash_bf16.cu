@@ -192,10 +192,12 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     const int k_tiles = (k_end + Bc - 1) / Bc;
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
-        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, v, p.v.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, k, p.k.token_stride, j * Bc,
+                                    p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, v, p.v.token_stride, j * Bc,
+                                    p.Tk);
     };
-    load_tile<HS, Br, kThreads>(q_smem, q, p.q.token, q0, p.Tq);
+    load_tile<HS, Br, kThreads>(q_smem, q, p.q.token_stride, q0, p.Tq);
     cp_async_commit();
     load_kv(k_tiles - 1);
     cp_async_commit();
@@ -256,14 +258,14 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 
     float lse[M][2];
     softmax.finish(p.scale_log2, o, lse);
-    store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token,
-                   args.out.token, p.Tq - q0);
+    store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token_stride,
+                   args.out.token_stride, p.Tq - q0);
     // after out: with lse first the compiler makes the loop above 2 % slower
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const int row = first_q + lane / 4 + 16 * i + 8 * r;
             if (lane % 4 == 0 && row < p.Tq)
-                args.lse.ptr[w.bh * args.lse.head + row] = lse[i][r];
+                args.lse.ptr[w.bh * args.lse.head_stride + row] = lse[i][r];
         }
 #endif
 }
@@ -293,14 +295,15 @@ __device__ __forceinline__ void make_lse_D(const Args& args, const WorkTile& w, 
     const int lane = threadIdx.x % 32;
     const int row = warp_row + lane % (16 * M);
     const int t = q0 + row;
-    const float lse = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head + t] * kLog2e : INFINITY;
+    const float lse = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head_stride + t] * kLog2e : INFINITY;
     const bf16* out = head_of(args.out, w, HS);
     uint4 x[N];
     uint4 y[N];  // all loads come before the first sum, so that their latency is paid once
     for (int i = 0; i < N; i++) {
         const size_t t = min(q0 + warp_row + i * RowsAtOnce + lane / Pieces, p.Tq - 1);
-        x[i] = *reinterpret_cast<const uint4*>(dout + t * args.dout.token + lane % Pieces * 8);
-        y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token + lane % Pieces * 8);
+        x[i] =
+            *reinterpret_cast<const uint4*>(dout + t * args.dout.token_stride + lane % Pieces * 8);
+        y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token_stride + lane % Pieces * 8);
     }
     for (int i = 0; i < N; i++) {
         float D = dot8(x[i], y[i]);
@@ -347,13 +350,13 @@ __global__ __launch_bounds__(kThreads,
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS), p.k.token,
-                                    j * Bc, p.Tk);
-        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS), p.v.token,
-                                    j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS),
+                                    p.k.token_stride, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS),
+                                    p.v.token_stride, j * Bc, p.Tk);
     };
-    load_tile<HS, Br, kThreads>(q_smem, head_of(p.q, w, HS), p.q.token, q0, p.Tq);
-    load_tile<HS, Br, kThreads>(do_smem, dout, args.dout.token, q0, p.Tq);
+    load_tile<HS, Br, kThreads>(q_smem, head_of(p.q, w, HS), p.q.token_stride, q0, p.Tq);
+    load_tile<HS, Br, kThreads>(do_smem, dout, args.dout.token_stride, q0, p.Tq);
     cp_async_commit();
     load_kv(0);
     cp_async_commit();
@@ -429,8 +432,8 @@ __global__ __launch_bounds__(kThreads,
     }
 
     scale(dq, p.scale);
-    store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token,
-                   p.Tq - q0);
+    store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token_stride,
+                   args.dq.token_stride, p.Tq - q0);
 #endif
 }
 
@@ -471,17 +474,17 @@ __global__ __launch_bounds__(kThreads,
     auto load_q = [&](int j) {
         const int stage = j & 1;
         const int row = j * Br + threadIdx.x;
-        load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token,
-                                    j * Br, p.Tq);
+        load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, head_of(p.q, w, HS),
+                                    p.q.token_stride, j * Br, p.Tq);
         load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS),
-                                    args.dout.token, j * Br, p.Tq);
+                                    args.dout.token_stride, j * Br, p.Tq);
         if (threadIdx.x < Br)
             cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8,
                        args.lse_D + static_cast<size_t>(w.bh) * p.Tq + row, row < p.Tq);
         cp_async_commit();
     };
-    load_tile<HS, Bc, kThreads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
-    load_tile<HS, Bc, kThreads>(v_smem, head_of(p.v, w, HS), p.v.token, k0, p.Tk);
+    load_tile<HS, Bc, kThreads>(k_smem, head_of(p.k, w, HS), p.k.token_stride, k0, p.Tk);
+    load_tile<HS, Bc, kThreads>(v_smem, head_of(p.v, w, HS), p.v.token_stride, k0, p.Tk);
     load_q(first_tile);
 
     float dk[M][HS / 8][4] = {};
@@ -547,10 +550,11 @@ __global__ __launch_bounds__(kThreads,
         }
     }
     scale(dk, p.scale);
-    store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token,
+    store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token_stride,
+                   args.dk.token_stride, p.Tk - k0);
+    store_tile<HS>(dv, smem + Bc * HS * 2, warp_row,
+                   head_of(args.dv, w, HS) + k0 * args.dv.token_stride, args.dv.token_stride,
                    p.Tk - k0);
-    store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token,
-                   args.dv.token, p.Tk - k0);
 #endif
 }
 

@@ -491,7 +491,7 @@ struct Consumer {
     template <class Y>
     __device__ __forceinline__ void store(const WorkTile& w, const float (&lse)[2],
                                           const CUtensorMap& out_map) const {
-        float* lse_rows = p.lse.ptr + (static_cast<size_t>(w.b) * p.NH + w.h) * p.lse.head;
+        float* lse_rows = p.lse.ptr + (static_cast<size_t>(w.b) * p.NH + w.h) * p.lse.head_stride;
         const int row = first_q + 16 * warp + lane / 4;
         for (int r = 0; r < 2; r++)
             if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq)

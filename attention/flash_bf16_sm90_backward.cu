@@ -143,16 +143,17 @@ __global__ __launch_bounds__(1024) void prepare_kernel(HeadsView<const bf16> dou
     const int t = tile * Br + row;
     const size_t read = min(t, args.order.Tq - 1);
     const size_t column = h * HS + lane * 8;
-    float D = dot8(
-        *reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch + read * dout.token + column),
-        *reinterpret_cast<const uint4*>(out.ptr + b * out.batch + read * out.token + column));
+    float D = dot8(*reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch_stride +
+                                                   read * dout.token_stride + column),
+                   *reinterpret_cast<const uint4*>(out.ptr + b * out.batch_stride +
+                                                   read * out.token_stride + column));
     for (int lanes = 1; lanes < Lanes; lanes *= 2)
         D += __shfl_xor_sync(~0u, D, lanes);
     if (lane > 0)
         return;
     float* const to_lse = args.lse_D + (static_cast<size_t>(bh) * q_tiles + tile) * 2 * Br + row;
     float* const to_D = to_lse + Br;
-    *to_lse = t < args.order.Tq ? lse.ptr[bh * lse.head + t] * kLog2e : INFINITY;
+    *to_lse = t < args.order.Tq ? lse.ptr[bh * lse.head_stride + t] * kLog2e : INFINITY;
     *to_D = t < args.order.Tq ? D : 0.f;
 #endif
 }
@@ -644,8 +645,9 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             const int h = w.bh % args.order.NH;
             const int k0 = w.k_tile * Bc + row;
             const int Tk = args.order.Tk;
-            store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token, k0, Tk);
-            store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token, k0, Tk);
+            store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token_stride, k0,
+                       Tk);
+            store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token_stride, k0, Tk);
         }
         mbarrier_arrive(control.at(KvDone));
         store_dq<HS>(dq, args, control, w, n - 1, w.i, warp);

@@ -243,8 +243,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     __shared__ float q_unit[kWarps];  // the loop leaves no register for it
     {
         unsigned char* rows = smem + warp_row * HS * 2;
-        q_unit[threadIdx.x / 32] = keep_rows<HS, 16 * M, Tiles::QLo>(rows, head_of(p.q, w, HS),
-                                                                     p.q.token, first_q(), p.Tq);
+        q_unit[threadIdx.x / 32] = keep_rows<HS, 16 * M, Tiles::QLo>(
+            rows, head_of(p.q, w, HS), p.q.token_stride, first_q(), p.Tq);
         __syncwarp();
         for (int kk = 0; kk < HS / 16; kk++)
             load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
@@ -310,12 +310,13 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
             const int t = first_row + 16 * i + 8 * r;
             if (lane % 4 > 0 || t >= p.Tq)
                 continue;
-            args.lse.ptr[w.bh * args.lse.head + t] = lse[i][r];
+            args.lse.ptr[w.bh * args.lse.head_stride + t] = lse[i][r];
             if (args.lse_rest.ptr)
-                args.lse_rest.ptr[w.bh * args.lse_rest.head + t] = softmax.rest(i, r, lse[i][r]);
+                args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + t] =
+                    softmax.rest(i, r, lse[i][r]);
         }
-    store_rows<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token,
-                   p.Tq - q0);
+    store_rows<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token_stride,
+                   args.out.token_stride, p.Tq - q0);
 #endif
 }
 
@@ -374,17 +375,18 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
     const int lane = threadIdx.x % 32;
     // has, in its columns, the diagonal of row lane/4
     const int src_lane = lane / 4 * 4 + lane / 8;
-    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS), args.dout.token,
-                                       first_q(), p.Tq);
+    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS),
+                                       args.dout.token_stride, first_q(), p.Tq);
     float d[M][2 * M][4] = {};
     const float d_unit = do_unit * keep_rows<HS, Rows, QLo>(q_rows, head_of(args.out, w, HS),
-                                                            args.out.token, first_q(), p.Tq);
+                                                            args.out.token_stride, first_q(), p.Tq);
     __syncwarp();
     // Always so. The branch keeps 8 bytes from spilling.
     if (args.out.ptr)
         product_abt<HS, 1>(d, do_tile, q_tile);
     __syncwarp();  // Q takes O's place
-    q_unit = keep_rows<HS, Rows, QLo>(q_rows, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
+    q_unit =
+        keep_rows<HS, Rows, QLo>(q_rows, head_of(p.q, w, HS), p.q.token_stride, first_q(), p.Tq);
     __syncwarp();
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
@@ -392,7 +394,8 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
             const float* diagonal = d[i][2 * i + r] + 2 * r;
             // An infinite lse makes P 0 in a row past Tq. S is 0 there, so that with a finite lse
             // P = e^−lse could be infinite and spoil the scale that the warp's rows share.
-            lse_log2[i][r] = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head + t] * kLog2e : INFINITY;
+            lse_log2[i][r] =
+                t < p.Tq ? args.lse.ptr[w.bh * args.lse.head_stride + t] * kLog2e : INFINITY;
             D[i][r] = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
         }
 }
@@ -540,8 +543,8 @@ __global__ __launch_bounds__(kThreads,
                         dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
             } else {
                 // What rounding took from lse_log2, from log2(e) and from lse.
-                const float lse = args.lse.ptr[w.bh * args.lse.head + row];
-                const float rest = args.lse_rest.ptr[w.bh * args.lse_rest.head + row];
+                const float lse = args.lse.ptr[w.bh * args.lse.head_stride + row];
+                const float rest = args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + row];
                 change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
             }
             const float factor = p.scale * (1.f - kLn2 * change);
@@ -554,8 +557,8 @@ __global__ __launch_bounds__(kThreads,
                 args.factors[at] = f;
             }
         }
-    store_rows<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token,
-                   args.dq.token, p.Tq - w.tile * Br);
+    store_rows<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token_stride,
+                   args.dq.token_stride, p.Tq - w.tile * Br);
 #endif
 }
 
@@ -612,10 +615,10 @@ __global__ __launch_bounds__(kThreads,
     unsigned char* k_rows = smem + warp_row * HS * 2;
     __shared__ Units units[kWarps];  // the loop leaves no register for them
     {
-        const float k_unit =
-            keep_rows<HS, Rows, KLo>(k_rows, head_of(p.k, w, HS), p.k.token, first_k(), p.Tk);
+        const float k_unit = keep_rows<HS, Rows, KLo>(k_rows, head_of(p.k, w, HS), p.k.token_stride,
+                                                      first_k(), p.Tk);
         const float v_unit = keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, head_of(p.v, w, HS),
-                                                      p.v.token, first_k(), p.Tk);
+                                                      p.v.token_stride, first_k(), p.Tk);
         units[threadIdx.x / 32] = {.k = k_unit, .v = v_unit};
         __syncwarp();
     }
@@ -694,10 +697,10 @@ __global__ __launch_bounds__(kThreads,
 
     scale(dk, p.scale);
     const int k0 = w.tile * Bc;
-    store_rows<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token,
-                   p.Tk - k0);
-    store_rows<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
-                   p.Tk - k0);
+    store_rows<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token_stride,
+                   args.dk.token_stride, p.Tk - k0);
+    store_rows<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token_stride,
+                   args.dv.token_stride, p.Tk - k0);
 #endif
 }
 

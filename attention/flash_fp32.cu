@@ -246,9 +246,9 @@ __device__ void store_out(const ForwardArgs& args, int b, int h, int row, int co
             continue;
         const double exact = m[i] + log_of(l[i]);
         const float lse = static_cast<float>(exact);
-        args.lse.ptr[blockIdx.x * args.lse.head + t] = lse;
+        args.lse.ptr[blockIdx.x * args.lse.head_stride + t] = lse;
         if (args.lse_rest.ptr)
-            args.lse_rest.ptr[blockIdx.x * args.lse_rest.head + t] =
+            args.lse_rest.ptr[blockIdx.x * args.lse_rest.head_stride + t] =
                 static_cast<float>(exact - lse);
     }
 }
@@ -272,9 +272,9 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
     const int b = blockIdx.x / args.NH;
     const int h = blockIdx.x % args.NH;
     const int q0 = (gridDim.y - 1 - blockIdx.y) * Br;
-    const float* q = args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS;
-    const float* k = args.k.ptr + b * args.k.batch + h * HS;
-    const float* v = args.v.ptr + b * args.v.batch + h * HS;
+    const float* q = args.q.ptr + b * args.q.batch_stride + q0 * args.q.token_stride + h * HS;
+    const float* k = args.k.ptr + b * args.k.batch_stride + h * HS;
+    const float* v = args.v.ptr + b * args.v.batch_stride + h * HS;
     // this thread's first
     const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row();
     const int col = lane_col();
@@ -285,9 +285,9 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
 
     float4 q_stage[kStage<Br, HS>];
     float4 kv_stage[kStage<Bc, HS>];
-    fetch<Br, HS>(q_stage, q, args.q.token, q_end - q0);
+    fetch<Br, HS>(q_stage, q, args.q.token_stride, q_end - q0);
     store<Br, HS>(q_smem, q_stage, args.scale);
-    fetch<Bc, HS>(kv_stage, k, args.k.token, kv_end);
+    fetch<Bc, HS>(kv_stage, k, args.k.token_stride, kv_end);
     store<Bc, HS>(kv_smem, kv_stage);
 
     float o_regs[M][kOut] = {};
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         float s_regs[M][N] = {};
         matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, kv_smem + col * kRow, kRow);
         // V comes while the softmax runs
-        fetch<Bc, HS>(kv_stage, v + kv0 * args.v.token, args.v.token, kv_end - kv0);
+        fetch<Bc, HS>(kv_stage, v + kv0 * args.v.token_stride, args.v.token_stride, kv_end - kv0);
 
         if (kv0 + Bc > kv_seen_by_all) {  // the diagonal, and the last keys
             for (int i = 0; i < M; i++)
@@ -336,7 +336,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         __syncthreads();  // V is there, and P, whose rows stay within a warp
         const int kv_next = kv0 + Bc;
         if (kv_next < kv_end)
-            fetch<Bc, HS>(kv_stage, k + kv_next * args.k.token, args.k.token, kv_end - kv_next);
+            fetch<Bc, HS>(kv_stage, k + kv_next * args.k.token_stride, args.k.token_stride,
+                          kv_end - kv_next);
         // Each tile has a sum of its own, so the error of O does not grow with T. It would show in
         // dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
         float pv_regs[M][kOut] = {};
@@ -416,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
     bool large = args.Tq < args.Tk;
     for (int i = 0; i < M; i++) {
         const int t = q0 + row + i * kLaneRows;
-        lse[i] = t < args.Tq ? args.lse.ptr[blockIdx.x * args.lse.head + t] : 0.f;
+        lse[i] = t < args.Tq ? args.lse.ptr[blockIdx.x * args.lse.head_stride + t] : 0.f;
         large |= fabsf(lse[i]) > kLargeLse;
     }
     large = __syncthreads_or(large);
@@ -424,13 +425,15 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
         const int q_end = min(q0 + Br, args.Tq);
         const int kv_end = min(args.Tk, q_end + args.shift);
         float4 q_stage[kStage<Br, HS>];
-        fetch<Br, HS>(q_stage, args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS,
-                      args.q.token, q_end - q0);
+        fetch<Br, HS>(q_stage,
+                      args.q.ptr + b * args.q.batch_stride + q0 * args.q.token_stride + h * HS,
+                      args.q.token_stride, q_end - q0);
         store<Br, HS>(q_smem, q_stage, args.scale);
         for (int kv0 = 0; kv0 < kv_end; kv0 += Bc) {
             float4 k_stage[kStage<Bc, HS>];
-            fetch<Bc, HS>(k_stage, args.k.ptr + b * args.k.batch + kv0 * args.k.token + h * HS,
-                          args.k.token, kv_end - kv0);
+            fetch<Bc, HS>(k_stage,
+                          args.k.ptr + b * args.k.batch_stride + kv0 * args.k.token_stride + h * HS,
+                          args.k.token_stride, kv_end - kv0);
             __syncthreads();  // everyone is done with the last tile
             store<Bc, HS>(k_smem, k_stage);
             __syncthreads();
@@ -448,7 +451,8 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
         const int t = q0 + row + i * kLaneRows;
         const float total = row_sum(sum[i]);
         if (col == 0 && t < args.Tq)
-            args.lse_rest.ptr[blockIdx.x * args.lse_rest.head + t] = large ? log2f(total) : 0.f;
+            args.lse_rest.ptr[blockIdx.x * args.lse_rest.head_stride + t] =
+                large ? log2f(total) : 0.f;
     }
 }
 
@@ -521,10 +525,12 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     {
         float4 k_stage[kStage<Bc, HS>];
         float4 v_stage[kStage<Bc, HS>];
-        fetch<Bc, HS>(k_stage, args.k.ptr + b * args.k.batch + kv0 * args.k.token + h * HS,
-                      args.k.token, keys);
-        fetch<Bc, HS>(v_stage, args.v.ptr + b * args.v.batch + kv0 * args.v.token + h * HS,
-                      args.v.token, keys);
+        fetch<Bc, HS>(k_stage,
+                      args.k.ptr + b * args.k.batch_stride + kv0 * args.k.token_stride + h * HS,
+                      args.k.token_stride, keys);
+        fetch<Bc, HS>(v_stage,
+                      args.v.ptr + b * args.v.batch_stride + kv0 * args.v.token_stride + h * HS,
+                      args.v.token_stride, keys);
         store<Bc, HS>(k_smem, k_stage);
         store<Bc, HS>(v_smem, v_stage);
     }
@@ -532,10 +538,13 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         const int q0 = tile * Br;
         float4 q_stage[kStage<Br, HS>];
         float4 do_stage[kStage<Br, HS>];
-        fetch<Br, HS>(q_stage, args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS,
-                      args.q.token, args.Tq - q0);
-        fetch<Br, HS>(do_stage, args.dout.ptr + b * args.dout.batch + q0 * args.dout.token + h * HS,
-                      args.dout.token, args.Tq - q0);
+        fetch<Br, HS>(q_stage,
+                      args.q.ptr + b * args.q.batch_stride + q0 * args.q.token_stride + h * HS,
+                      args.q.token_stride, args.Tq - q0);
+        fetch<Br, HS>(
+            do_stage,
+            args.dout.ptr + b * args.dout.batch_stride + q0 * args.dout.token_stride + h * HS,
+            args.dout.token_stride, args.Tq - q0);
         store<Br, HS>(q_smem, q_stage, args.scale);
         store<Br, HS>(do_smem, do_stage);
     };
@@ -554,9 +563,10 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
             // a row past Tq has P = 0
-            lse[i] = t < args.Tq ? args.lse.ptr[bh * args.lse.head + t] : INFINITY;
-            rest[i] =
-                t < args.Tq ? args.lse_rest.ptr[bh * args.lse_rest.head + t] * args.rest_log2 : 0.f;
+            lse[i] = t < args.Tq ? args.lse.ptr[bh * args.lse.head_stride + t] : INFINITY;
+            rest[i] = t < args.Tq
+                          ? args.lse_rest.ptr[bh * args.lse_rest.head_stride + t] * args.rest_log2
+                          : 0.f;
             D[i] = t < args.Tq ? args.D[static_cast<size_t>(bh) * args.Tq + t] : 0.f;
         }
 
@@ -616,7 +626,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             const int t = q0 + row + i * kLaneRows;
             if (t >= args.Tq)
                 continue;
-            float* dq = args.dq.ptr + b * args.dq.batch + t * args.dq.token + h * HS + 4 * col;
+            float* dq = args.dq.ptr + b * args.dq.batch_stride + t * args.dq.token_stride + h * HS +
+                        4 * col;
             for (int n = 0; n < kOut / 4; n++)
                 put4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], key_tile > 0, args.scale);
         }
@@ -634,8 +645,10 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         if (key + i >= keys)
             continue;
         const size_t t = kv0 + key + i;
-        float* dk = args.dk.ptr + b * args.dk.batch + t * args.dk.token + h * HS + 4 * col;
-        float* dv = args.dv.ptr + b * args.dv.batch + t * args.dv.token + h * HS + 4 * col;
+        float* dk =
+            args.dk.ptr + b * args.dk.batch_stride + t * args.dk.token_stride + h * HS + 4 * col;
+        float* dv =
+            args.dv.ptr + b * args.dv.batch_stride + t * args.dv.token_stride + h * HS + 4 * col;
         for (int n = 0; n < kOut / 4; n++) {
             put4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n]);
             put4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n]);
@@ -753,7 +766,7 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
         args.rest_log2 = kLog2e;
     } else {
         auto find_rest = common_args<ForwardArgs>(c);
-        find_rest.lse = {const_cast<float*>(c.lse.ptr), c.lse.head};
+        find_rest.lse = {const_cast<float*>(c.lse.ptr), c.lse.head_stride};
         find_rest.lse_rest = {rest, static_cast<size_t>(s.Tq)};
         launch_forward(dev, find_rest, s, true);
         args.lse_rest = {rest, static_cast<size_t>(s.Tq)}, args.rest_log2 = 1.f;

@@ -75,8 +75,8 @@ __device__ void load_tile(Tile<HS, N>& tile, const HeadsView<const bf16>& head, 
     constexpr int kStep = kThreads / kLanes;
     const int d = threadIdx.x % kLanes * 8;
     int row = threadIdx.x / kLanes;
-    const bf16* src = head.ptr + (row0 + row) * head.token + d;
-    for (; row < N; row += kStep, src += kStep * head.token) {
+    const bf16* src = head.ptr + (row0 + row) * head.token_stride + d;
+    for (; row < N; row += kStep, src += kStep * head.token_stride) {
         uint4 x{0, 0, 0, 0};
         if (row0 + row < end)
             x = *reinterpret_cast<const uint4*>(src);
@@ -94,7 +94,8 @@ __device__ void load_rows(Fragments<HS>& regs, const HeadsView<const bf16>& head
             const int r = row + i % 2 * 8;
             const int d = 16 * kk + i / 2 * 8 + threadIdx.x % 4 * 2;
             regs[kk][i] =
-                r < end ? *reinterpret_cast<const uint32_t*>(head.ptr + r * head.token + d) : 0;
+                r < end ? *reinterpret_cast<const uint32_t*>(head.ptr + r * head.token_stride + d)
+                        : 0;
         }
 }
 // Stores them, times factor.
@@ -104,7 +105,7 @@ __device__ void store_rows(const Accumulator<HS>& x, const HeadsView<bf16>& head
     for (int r = 0; r < 2; r++) {
         if (row + 8 * r >= end)
             continue;
-        bf16* to = head.ptr + (row + 8 * r) * head.token + threadIdx.x % 4 * 2;
+        bf16* to = head.ptr + (row + 8 * r) * head.token_stride + threadIdx.x % 4 * 2;
         for (int n = 0; n < HS / 8; n++)
             *reinterpret_cast<uint32_t*>(to + 8 * n) =
                 pack_bf16(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
@@ -176,12 +177,12 @@ struct WorkTile {
     template <int HS, class X>
     __device__ HeadsView<X> head(const HeadsView<X>& x) const {
         HeadsView<X> head = x;
-        head.ptr += b * x.batch + h * HS;
+        head.ptr += b * x.batch_stride + h * HS;
         return head;
     }
     template <class A>
     __device__ A* stats(const RowStatsView<A>& x) const {
-        return x.ptr + bh * x.head;
+        return x.ptr + bh * x.head_stride;
     }
 };
 

@@ -130,12 +130,12 @@ struct WorkTile {
     }
     template <class X>
     __device__ X* head(const HeadsView<X>& x) const {
-        return x.ptr + b * x.batch + h * HS;
+        return x.ptr + b * x.batch_stride + h * HS;
     }
     // This thread's part of its row.
     template <class X>
     __device__ X* own(const HeadsView<X>& x) const {
-        return head(x) + row * x.token + line * kOwn;
+        return head(x) + row * x.token_stride + line * kOwn;
     }
 };
 
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
     const WorkTile<HS> w(args.heads, args.s.NH, true);
     const int Tq = args.s.Tq;
     const int Tk = args.s.Tk;
-    load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
+    load_tile<HS>(q_smem, w.head(args.q), args.q.token_stride, w.row0, Tq, args.scale);
 
     float o[kOwn] = {};
     float m = -INFINITY;
@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
     double l = 0.;
     for (int kv0 = 0; kv0 < min(Tk, w.row0 + Br + args.shift); kv0 += Bc) {
         __syncthreads();  // everyone is done with the last tile
-        load_tile<HS>(k_smem, w.head(args.k), args.k.token, kv0, Tk);
-        load_tile<HS>(v_smem, w.head(args.v), args.v.token, kv0, Tk);
+        load_tile<HS>(k_smem, w.head(args.k), args.k.token_stride, kv0, Tk);
+        load_tile<HS>(v_smem, w.head(args.v), args.v.token_stride, kv0, Tk);
         __syncthreads();  // the tile is there
         // [quote]
         float s[Bc];
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) 
     }
     if (w.row >= Tq)
         return;
-    args.lse.ptr[w.bh * args.lse.head + w.row] = m + logf(static_cast<float>(l));
+    args.lse.ptr[w.bh * args.lse.head_stride + w.row] = m + logf(static_cast<float>(l));
     store(w.own(args.out), o, static_cast<float>(1. / l));
 }
 
@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(kThreads, 4) dq_kernel(BackwardArgs args) {
     const WorkTile<HS> w(args.heads, args.s.NH, true);
     const int Tq = args.s.Tq;
     const int Tk = args.s.Tk;
-    load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
-    load_tile<HS>(do_smem, w.head(args.dout), args.dout.token, w.row0, Tq);
+    load_tile<HS>(q_smem, w.head(args.q), args.q.token_stride, w.row0, Tq, args.scale);
+    load_tile<HS>(do_smem, w.head(args.dout), args.dout.token_stride, w.row0, Tq);
     __syncthreads();
     // D is summed like dO Vᵀ. So dP − D is exactly 0 where one key has all the weight, because O is
     // its V.
@@ -211,13 +211,14 @@ __global__ void __launch_bounds__(kThreads, 4) dq_kernel(BackwardArgs args) {
     float dq[kOwn] = {};
     float sum = 0.f;
     const int row = min(w.row, Tq - 1);  // threads without a row compute another one's again
-    dot_rows<HS>(D, do_smem[threadIdx.x], w.head(args.out) + row * args.out.token + w.line * kOwn);
-    const float lse = args.lse.ptr[w.bh * args.lse.head + row];
+    dot_rows<HS>(D, do_smem[threadIdx.x],
+                 w.head(args.out) + row * args.out.token_stride + w.line * kOwn);
+    const float lse = args.lse.ptr[w.bh * args.lse.head_stride + row];
 
     for (int kv0 = 0; kv0 < min(Tk, w.row0 + Br + args.shift); kv0 += Bc) {
         __syncthreads();
-        load_tile<HS>(k_smem, w.head(args.k), args.k.token, kv0, Tk);
-        load_tile<HS>(v_smem, w.head(args.v), args.v.token, kv0, Tk);
+        load_tile<HS>(k_smem, w.head(args.k), args.k.token_stride, kv0, Tk);
+        load_tile<HS>(v_smem, w.head(args.v), args.v.token_stride, kv0, Tk);
         __syncthreads();
         float p[Bc];
         float ds[Bc];
@@ -250,18 +251,18 @@ __global__ void __launch_bounds__(kThreads, 4) dkdv_kernel(BackwardArgs args) {
     const WorkTile<HS> w(args.heads, args.s.NH, false);  // its rows are keys
     const int Tq = args.s.Tq;
     const int Tk = args.s.Tk;
-    const float* lse = args.lse.ptr + w.bh * args.lse.head;
+    const float* lse = args.lse.ptr + w.bh * args.lse.head_stride;
     const float* D = args.D + static_cast<size_t>(w.bh) * Tq;
     const float* inverse_sum = args.inverse_sum + static_cast<size_t>(w.bh) * Tq;
-    load_tile<HS>(k_smem, w.head(args.k), args.k.token, w.row0, Tk);
-    load_tile<HS>(v_smem, w.head(args.v), args.v.token, w.row0, Tk);
+    load_tile<HS>(k_smem, w.head(args.k), args.k.token_stride, w.row0, Tk);
+    load_tile<HS>(v_smem, w.head(args.v), args.v.token_stride, w.row0, Tk);
 
     float dk[kOwn] = {};
     float dv[kOwn] = {};
     for (int q0 = max(0, w.row0 - args.shift); q0 < Tq; q0 += Br) {
         __syncthreads();
-        load_tile<HS>(q_smem, w.head(args.q), args.q.token, q0, Tq, args.scale);
-        load_tile<HS>(do_smem, w.head(args.dout), args.dout.token, q0, Tq);
+        load_tile<HS>(q_smem, w.head(args.q), args.q.token_stride, q0, Tq, args.scale);
+        load_tile<HS>(do_smem, w.head(args.dout), args.dout.token_stride, q0, Tq);
         __syncthreads();
         float p[Br];
         float ds[Br];

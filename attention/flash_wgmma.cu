@@ -208,13 +208,13 @@ __global__ void __launch_bounds__(kThreads)
         const int row = row0 + 8 * r;
         if (row >= Tq)
             continue;
-        bf16* out =
-            args.out.ptr + b * args.out.batch + row * args.out.token + h * HS + lane % 4 * 2;
+        bf16* out = args.out.ptr + b * args.out.batch_stride + row * args.out.token_stride +
+                    h * HS + lane % 4 * 2;
         for (int n = 0; n < HS / 8; n++)
             *reinterpret_cast<uint32_t*>(out + 8 * n) =
                 pack_bf16(o[n][2 * r] / l[r], o[n][2 * r + 1] / l[r]);
         if (lane % 4 == 0)
-            args.lse.ptr[bh * args.lse.head + row] = m[r] * args.scale + logf(l[r]);
+            args.lse.ptr[bh * args.lse.head_stride + row] = m[r] * args.scale + logf(l[r]);
     }
 #endif
 }

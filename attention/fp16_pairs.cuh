@@ -268,8 +268,8 @@ struct Stream {
                                          int row0, int end) const {
         const float* x_head = head_of(x, w, HS);
         const float* y_head = head_of(y, w, HS);
-        copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token, row0, end);
-        copy_tile(smem_address(smem) + 3 * Pair, y_head, y.token, row0, end);
+        copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token_stride, row0, end);
+        copy_tile(smem_address(smem) + 3 * Pair, y_head, y.token_stride, row0, end);
     }
     static __device__ __forceinline__ void copy_tile(uint32_t floats, const float* head,
                                                      size_t token, int row0, int end) {

@@ -146,7 +146,7 @@ __device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
 }
 template <class X>
 __device__ __forceinline__ X* head_of(const HeadsView<X>& x, const WorkTile& w, int HS) {
-    return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
+    return x.ptr + w.b * x.batch_stride + static_cast<size_t>(w.h) * HS;
 }
 
 // Of a call of either direction. launch() adds the tiles.

@@ -82,7 +82,7 @@ __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t r
     l *= expf(m - m_row);
     l = Threads == kWarp ? warp_sum(l) : block_sum(l);
     if (lane == 0)
-        lse.ptr[row / Tq * lse.head + i] = m_row + logf(l);
+        lse.ptr[row / Tq * lse.head_stride + i] = m_row + logf(l);
 
     const float inv_l = 1.f / l;
     for (int j = lane * V; j < ld; j += Threads * V) {
@@ -138,13 +138,13 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
 
 constexpr char kName[] = "naive";
 
-// One row-major matrix for each (b, h). It begins at ptr + b·batch + h·head, and its rows are `ld`
-// elements apart.
+// One row-major matrix for each (b, h). It begins at ptr + b·batch_stride + h·head_stride, and its
+// rows are `ld` elements apart.
 template <class X>
 struct Matrices {
     const X* ptr;
-    size_t batch;
-    size_t head;
+    size_t batch_stride;
+    size_t head_stride;
     int ld;
     int rows;
     int cols;
@@ -159,9 +159,9 @@ struct Matrices {
 template <class X>
 auto tokens(const HeadsView<X>& x, const HeadsShape& s) {
     return Matrices<std::remove_const_t<X>>{.ptr = x.ptr,
-                                            .batch = x.batch,
-                                            .head = size_t(s.HS),
-                                            .ld = static_cast<int>(x.token),
+                                            .batch_stride = x.batch_stride,
+                                            .head_stride = size_t(s.HS),
+                                            .ld = static_cast<int>(x.token_stride),
                                             .rows = s.T,
                                             .cols = s.HS};
 }
@@ -170,8 +170,12 @@ template <class X>
 Matrices<X> squares(const X* att, const AttentionShape& s) {
     const int ld = row_length<X>(s.Tk);
     const size_t square = size_t(s.Tq) * ld;
-    return {
-        .ptr = att, .batch = s.NH * square, .head = square, .ld = ld, .rows = s.Tq, .cols = s.Tk};
+    return {.ptr = att,
+            .batch_stride = s.NH * square,
+            .head_stride = square,
+            .ld = ld,
+            .rows = s.Tq,
+            .cols = s.Tk};
 }
 
 // What att holds, and backward's scratch: squares, and behind them the lists of a pass.
@@ -179,21 +183,22 @@ constexpr int kMostLists = 9;  // in backward
 template <class X>
 size_t bytes(const AttentionShape& s) {
     const size_t heads = size_t(s.B) * s.NH;
-    return s.B * squares<X>(nullptr, s).batch * sizeof(X) + kMostLists * heads * sizeof(void*);
+    return s.B * squares<X>(nullptr, s).batch_stride * sizeof(X) +
+           kMostLists * heads * sizeof(void*);
 }
 
 template <class... M>
 __global__ void list_kernel(int heads, int NH, M... of) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < heads)
-        ((of.list[i] = (void*)(of.ptr + i / NH * of.batch + i % NH * of.head)), ...);
+        ((of.list[i] = (void*)(of.ptr + i / NH * of.batch_stride + i % NH * of.head_stride)), ...);
 }
 // Makes the lists of a pass's matrices, all in one launch, behind the squares in att or scratch.
 template <class X, class... M>
 void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& squares, M&... of) {
     static_assert(sizeof...(M) <= kMostLists);
     const int heads = s.B * s.NH;
-    void** list = (void**)(squares.ptr + s.B * squares.batch);
+    void** list = (void**)(squares.ptr + s.B * squares.batch_stride);
     ((of.list = list, list += heads), ...);
     list_kernel<<<(heads - 1) / kBlock + 1, kBlock, 0, dev.stream>>>(heads, s.NH, of...);
     LAUNCH_CHECK("list_kernel");

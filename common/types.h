@@ -49,18 +49,20 @@ struct Attention {
 };
 inline constexpr Attention Attention::flash{"flash"}, Attention::naive{"naive"};
 
-// A (B, T, NH, HS) tensor inside a larger one. Element (b, t, h, d) is ptr[b·batch + t·token + h·HS
-// + d]. Rows of HS elements are contiguous and 16-byte aligned.
+// A (B, T, NH, HS) tensor inside a larger one. Element (b, t, h, d) is
+//   ptr[b·batch_stride + t·token_stride + h·HS + d].
+// Rows of HS elements are contiguous and 16-byte aligned.
 template <class X>
 struct HeadsView {
     X* ptr;
-    size_t batch, token;  // strides in elements
+    size_t batch_stride;  // elements from a sequence to the next
+    size_t token_stride;  // elements from a token to the next
     __host__ __device__ X* row(size_t b, size_t t, size_t h, int HS) const {
-        return ptr + b * batch + t * token + h * HS;
+        return ptr + b * batch_stride + t * token_stride + h * HS;
     }
     HeadsView from(size_t t) const {  // without the first t tokens
         HeadsView later = *this;
-        later.ptr += t * token;
+        later.ptr += t * token_stride;
         return later;
     }
 };

@@ -39,7 +39,8 @@ CUtensorMap tensor_map(const char* name, const HeadsView<X>& x, const HeadsShape
     CUtensorMap map;
     const cuuint64_t dims[4] = {cuuint64_t(s.HS), cuuint64_t(s.heads), cuuint64_t(s.T),
                                 cuuint64_t(s.B)};
-    const cuuint64_t strides[3] = {s.HS * sizeof(X), x.token * sizeof(X), x.batch * sizeof(X)};
+    const cuuint64_t strides[3] = {s.HS * sizeof(X), x.token_stride * sizeof(X),
+                                   x.batch_stride * sizeof(X)};
     const cuuint32_t box[4] = {128 / sizeof(X), 1, cuuint32_t(rows), 1};
     const cuuint32_t step[4] = {1, 1, 1, 1};
     const CUresult status =
@@ -51,7 +52,7 @@ CUtensorMap tensor_map(const char* name, const HeadsView<X>& x, const HeadsShape
             format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, "
                    "NH %d, HS %d, "
                    "strides %zu and %zu elements, address %p",
-                   name, int(status), s.B, s.T, s.heads, s.HS, x.batch, x.token,
+                   name, int(status), s.B, s.T, s.heads, s.HS, x.batch_stride, x.token_stride,
                    static_cast<const void*>(x.ptr)));
     return map;
 }

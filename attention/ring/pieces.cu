@@ -13,7 +13,7 @@ constexpr int kWide = 4;
 
 template <class X>
 __device__ X* at(const HeadsView<X>& x, int b, int t) {
-    return x.ptr + b * x.batch + t * x.token;
+    return x.ptr + b * x.batch_stride + t * x.token_stride;
 }
 
 // A head's threads are in one warp. Its first keeps the merged lse, once all have read lse.

@@ -31,7 +31,8 @@ struct Merge {
     A lse, rest;
     __host__ __device__ Merge(const Piece<A>& sum, const Piece<A>& piece, size_t head, int t) {
         const auto value = [=](const Piece<A>& p) {
-            return double(p.lse.ptr[head * p.lse.head + t]) + p.rest.ptr[head * p.rest.head + t];
+            return double(p.lse.ptr[head * p.lse.head_stride + t]) +
+                   p.rest.ptr[head * p.rest.head_stride + t];
         };
         const double lse_sum = value(sum);
         const double lse_b = value(piece);
@@ -46,8 +47,8 @@ struct Merge {
         return heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b);
     }
     __host__ __device__ void keep(const Piece<A>& sum, size_t head, int t) const {
-        sum.lse.ptr[head * sum.lse.head + t] = lse;
-        sum.rest.ptr[head * sum.rest.head + t] = rest;
+        sum.lse.ptr[head * sum.lse.head_stride + t] = lse;
+        sum.rest.ptr[head * sum.rest.head_stride + t] = rest;
     }
 };
 
@@ -159,13 +160,13 @@ class Pieces {
     }
     HeadsView<A> of_keys(A* dkv) const {
         const size_t sequence = 2 * s_.keys().C();
-        return {.ptr = dkv, .batch = sequence, .token = s_.B * sequence};
+        return {.ptr = dkv, .batch_stride = sequence, .token_stride = s_.B * sequence};
     }
     // Where keys and values of another rank are.
     template <class Y>
     HeadsView<Y> of_others(Y* kv) const {
         const size_t token = 2 * s_.keys().C();
-        return {.ptr = kv, .batch = T() * token, .token = token};
+        return {.ptr = kv, .batch_stride = T() * token, .token_stride = token};
     }
     struct KeysAndValues {
         HeadsView<const X> k;
@@ -179,7 +180,7 @@ class Pieces {
     }
     template <class Y>
     RowStatsView<Y> stats(Y* x) const {  // (B, NH, T)
-        return {.ptr = x, .head = size_t(T())};
+        return {.ptr = x, .head_stride = size_t(T())};
     }
     template <class Y>
     Y* rest_of(Y* lse) const {  // see lse_elements()

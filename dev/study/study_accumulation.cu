@@ -142,13 +142,15 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     // Not head_of, whose 64-bit offset makes more-warps spill registers. A copy need not know fp16
     // from bf16.
     auto head = [&](const auto& x) {
-        return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch + w.h * HS);
+        return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch_stride + w.h * HS);
     };
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kBlock>(k_smem + (j & 1) * KvBytes, head(p.k), p.k.token, j * Bc, p.Tq);
-        load_tile<HS, Bc, kBlock>(v_smem + (j & 1) * KvBytes, head(p.v), p.v.token, j * Bc, p.Tq);
+        load_tile<HS, Bc, kBlock>(k_smem + (j & 1) * KvBytes, head(p.k), p.k.token_stride, j * Bc,
+                                  p.Tq);
+        load_tile<HS, Bc, kBlock>(v_smem + (j & 1) * KvBytes, head(p.v), p.v.token_stride, j * Bc,
+                                  p.Tq);
     };
-    load_tile<HS, Br, kBlock>(q_smem, head(p.q), p.q.token, q0, p.Tq);
+    load_tile<HS, Br, kBlock>(q_smem, head(p.q), p.q.token_stride, q0, p.Tq);
     cp_async_commit();
     load_kv(k_tiles - 1);
     cp_async_commit();
@@ -276,9 +278,10 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
             if (row >= p.Tq)
                 continue;
             if (lane % 4 == 0)
-                args.lse.ptr[w.bh * args.lse.head + row] =
+                args.lse.ptr[w.bh * args.lse.head_stride + row] =
                     (reference[i][r] + __log2f(sum)) * static_cast<float>(M_LN2);
-            auto* out = reinterpret_cast<__half2*>(head_of(args.out, w, HS) + row * args.out.token);
+            auto* out =
+                reinterpret_cast<__half2*>(head_of(args.out, w, HS) + row * args.out.token_stride);
             for (int n = 0; n < HS / 8; n++)
                 out[4 * n + lane % 4] =
                     as<__half2>(as<Float2>(o[i][n][r]) * Float2{factor, factor});
@@ -321,8 +324,8 @@ __global__ void softmax_kernel(__half* s, int T) {  // a block owns a row
 void naive(const Cuda& dev, const AttentionForward<__half>& c) {
     const cudaDataType type = CUDA_R_16F;
     const int T = c.s.Tq;
-    const int in = c.q.token;
-    const int out = c.out.token;
+    const int in = c.q.token_stride;
+    const int out = c.out.token_stride;
     const float scale = c.s.resolved_scale();
     const float one = 1.f;
     const float zero = 0.f;

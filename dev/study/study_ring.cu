@@ -32,7 +32,7 @@ static __global__ void round_trip_kernel(HeadsView<float> x, size_t C, size_t n)
     const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n)
         return;
-    float& element = x.ptr[i / C * x.token + i % C];
+    float& element = x.ptr[i / C * x.token_stride + i % C];
     element = __bfloat162float(__float2bfloat16_rn(element));
 }
 static void round_trip(const Library& dev, const HeadsView<float>& x, int T, int NH) {

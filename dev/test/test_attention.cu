@@ -189,9 +189,9 @@ struct Layout {
         const size_t more = (tensor + 1) * gap;
         const size_t row = C() + more;
         const size_t batch = T * row + gap;
-        const HeadsView<A> alone{.ptr = x + gap, .batch = batch, .token = row};
+        const HeadsView<A> alone{.ptr = x + gap, .batch_stride = batch, .token_stride = row};
         if (tensor == Lse || tensor == Rest)
-            return HeadsView<A>{.ptr = x, .batch = T + more, .token = 1}.from(p.q0);
+            return HeadsView<A>{.ptr = x, .batch_stride = T + more, .token_stride = 1}.from(p.q0);
         if (tensor == Out || tensor == Dout)
             return alone.from(p.q0);
         PackedHeads<A> all = packed(x, T, s);
@@ -206,7 +206,7 @@ struct Layout {
     }
     template <class A>
     RowStatsView<A> stats(int tensor, A* x, const PieceCall& p) const {
-        return {view(tensor, x, p).ptr, view(tensor, x, p).batch};
+        return {view(tensor, x, p).ptr, view(tensor, x, p).batch_stride};
     }
     template <class A>  // from the first copy
     std::vector<double> take(int tensor, const A* x, const PieceCall& p) const {
@@ -1248,7 +1248,7 @@ struct Refusals {
             c.s.B = c.s.Tq = c.s.Tk = 1;
             for (auto* x : {&c.q, &c.k, &c.v})
                 x->batch = x->token = 0;
-            c.out.batch = c.out.token = 0;
+            c.out.batch_stride = c.out.token_stride = 0;
         });
     }
 
@@ -1267,22 +1267,22 @@ struct Refusals {
         both(kernel.flash ? kAccepted : "att is null", [](auto& c) { c.att = nullptr; });
 
         both("rows of q", [](auto& c) { c.q.ptr += 1; });  // these are not aligned
-        both("rows of k", [](auto& c) { c.k.token += 1; });
-        both("rows of v", [](auto& c) { c.v.batch += 1; });
+        both("rows of k", [](auto& c) { c.k.token_stride += 1; });
+        both("rows of v", [](auto& c) { c.v.batch_stride += 1; });
         both("rows of out", [](auto& c) { c.out.ptr += 1; });
-        backward("rows of dout", [](auto& c) { c.dout.token += 1; });
+        backward("rows of dout", [](auto& c) { c.dout.token_stride += 1; });
         backward("rows of dq", [](auto& c) { c.dq.ptr += 1; });
-        backward("rows of dk", [](auto& c) { c.dk.token += 1; });
-        backward("rows of dv", [](auto& c) { c.dv.batch += 1; });
+        backward("rows of dk", [](auto& c) { c.dk.token_stride += 1; });
+        backward("rows of dv", [](auto& c) { c.dv.batch_stride += 1; });
         backward("scratch", [](auto& c) { c.scratch = static_cast<char*>(c.scratch) + 4; });
 
-        both("rows of q", [](auto& c) { c.q.token = C - 8; });  // these overlap each other
-        both("rows of k", [](auto& c) { c.k.token = 0; });
-        both("rows of v", [](auto& c) { c.v.batch = 0; });
-        both("rows of q", [](auto& c) { c.q.batch = 16 * c.q.token; });
-        both("rows of out", [](auto& c) { c.out.batch = (T - 1) * C; });
-        both("lse", [](auto& c) { c.lse.head = T - 1; });
-        both(kAccepted, [](auto& c) { c.lse.head = T; });
+        both("rows of q", [](auto& c) { c.q.token_stride = C - 8; });  // these overlap each other
+        both("rows of k", [](auto& c) { c.k.token_stride = 0; });
+        both("rows of v", [](auto& c) { c.v.batch_stride = 0; });
+        both("rows of q", [](auto& c) { c.q.batch_stride = 16 * c.q.token_stride; });
+        both("rows of out", [](auto& c) { c.out.batch_stride = (T - 1) * C; });
+        both("lse", [](auto& c) { c.lse.head_stride = T - 1; });
+        both(kAccepted, [](auto& c) { c.lse.head_stride = T; });
     }
 
     void overlaps() const {
@@ -1311,7 +1311,7 @@ struct Refusals {
         const auto beside = [](auto& c, size_t column) {
             X* const base = address<X>(Q);
             const auto place = [=](auto& view, size_t at) {
-                view = {.ptr = base + at, .batch = T * 4 * C, .token = 4 * C};
+                view = {.ptr = base + at, .batch_stride = T * 4 * C, .token_stride = 4 * C};
             };
             place(c.q, 0);
             place(c.k, C);
@@ -1323,15 +1323,15 @@ struct Refusals {
         forward("overlap", [=](auto& c) { beside(c, 3 * C + 8); });  // reaches the next token's q
         // dk and dv with sequences side by side in a token, as a ring's (T, B, K and V, NH, HS).
         const auto token_major = [](auto& c, size_t column) {
-            c.dk = {.ptr = address<X>(Dk), .batch = 2 * C, .token = 4 * C};
-            c.dv = {.ptr = address<X>(Dk) + column, .batch = 2 * C, .token = 4 * C};
+            c.dk = {.ptr = address<X>(Dk), .batch_stride = 2 * C, .token_stride = 4 * C};
+            c.dv = {.ptr = address<X>(Dk) + column, .batch_stride = 2 * C, .token_stride = 4 * C};
         };
         backward(kAccepted, [=](auto& c) { token_major(c, C); });
         backward("overlap", [=](auto& c) { token_major(c, 2 * C); });  // dk of the next sequence
         // dk and dv of a sequence behind each other, (B, K and V, T, NH, HS).
         const auto behind = [](auto& c, size_t elements) {
-            c.dk = {.ptr = address<X>(Dk), .batch = 2 * T * C, .token = C};
-            c.dv = {.ptr = address<X>(Dk) + elements, .batch = 2 * T * C, .token = C};
+            c.dk = {.ptr = address<X>(Dk), .batch_stride = 2 * T * C, .token_stride = C};
+            c.dv = {.ptr = address<X>(Dk) + elements, .batch_stride = 2 * T * C, .token_stride = C};
         };
         backward(kAccepted, [=](auto& c) { behind(c, T * C); });
         backward("overlap", [=](auto& c) { behind(c, T * C - 8); });
@@ -1456,8 +1456,8 @@ struct Rows {
     template <class A>
     HeadsView<A> of(A* x) const {
         if (token_major)
-            return {.ptr = x, .batch = row(), .token = B * row()};
-        return {.ptr = x, .batch = T * row(), .token = row()};
+            return {.ptr = x, .batch_stride = row(), .token_stride = B * row()};
+        return {.ptr = x, .batch_stride = T * row(), .token_stride = row()};
     }
 };
 

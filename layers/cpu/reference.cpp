@@ -465,10 +465,10 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
 
             const size_t head = size_t(b) * s.NH + h;
             const X lse = softmax.max + std::log(softmax.sum);
-            c.lse.ptr[head * c.lse.head + i] = lse;
+            c.lse.ptr[head * c.lse.head_stride + i] = lse;
             if (c.lse_rest.ptr) {
                 const double exact = double(softmax.max) + std::log(double(softmax.sum));
-                c.lse_rest.ptr[head * c.lse_rest.head + i] = X(exact - lse);
+                c.lse_rest.ptr[head * c.lse_rest.head_stride + i] = X(exact - lse);
             }
         });
     });
@@ -491,12 +491,12 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
             const X D_i = dot(do_i, c.out.row(b, i, h, HS), HS);
             D[at(b, h, i)] = D_i;
             const size_t head = size_t(b) * s.NH + h;
-            const X L = c.lse.ptr[head * c.lse.head + i];
+            const X L = c.lse.ptr[head * c.lse.head_stride + i];
             for (int j = 0; j < keys; j++)
                 p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
             if (c.lse_rest.ptr)
                 for (int j = 0; j < keys; j++)
-                    p[j] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
+                    p[j] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
 #pragma omp simd
             for (int j = 0; j < keys; j++)
                 p[j] = std::exp(p[j]);
@@ -515,11 +515,11 @@ void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
             const X* v_j = c.v.row(b, j, h, HS);
             const size_t head = size_t(b) * s.NH + h;
             for (int i = first; i < s.Tq; i++)
-                p[i] =
-                    scale * dot(c.q.row(b, i, h, HS), k_j, HS) - c.lse.ptr[head * c.lse.head + i];
+                p[i] = scale * dot(c.q.row(b, i, h, HS), k_j, HS) -
+                       c.lse.ptr[head * c.lse.head_stride + i];
             if (c.lse_rest.ptr)
                 for (int i = first; i < s.Tq; i++)
-                    p[i] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
+                    p[i] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
 #pragma omp simd
             for (int i = first; i < s.Tq; i++)
                 p[i] = std::exp(p[i]);

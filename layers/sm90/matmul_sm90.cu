@@ -53,8 +53,9 @@ struct Matrix {
 // Describes m for boxes of 64 columns by `box_rows` rows: one sequence, whose tokens are m's rows
 // and whose heads are panels of 64 columns. Coordinates are (0, column / 64, row, 0).
 CUtensorMap matrix_map(const char* name, const Matrix& m, int box_rows) {
-    const HeadsView<const bf16> panels = {
-        .ptr = m.x, .batch = m.rows * m.columns, .token = static_cast<size_t>(m.columns)};
+    const HeadsView<const bf16> panels = {.ptr = m.x,
+                                          .batch_stride = m.rows * m.columns,
+                                          .token_stride = static_cast<size_t>(m.columns)};
     const HeadsShape shape = {
         .B = 1, .T = static_cast<int>(m.rows), .heads = m.columns / 64, .HS = 64};
     return tensor_map(name, panels, shape, box_rows);
