@@ -17,6 +17,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -587,24 +588,28 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     });
 }
 
-// tiny has the vocabulary of its data, which is single bytes or GPT-2's.
-bool find_config(const std::string& name, Config* config) {
+// The vocabulary of `tiny` is only a default: run_with() makes it that of the training data.
+std::optional<Config> preset_config(const std::string& name) {
     static const std::map<std::string, Config> presets = {
-        {"tiny", {256, kByteVocab, 384, 4, 2, 128}}, {"d12", {1024, 50257, 50304, 12, 12, 768}},
-        {"d24", {1024, 50257, 50304, 24, 16, 1024}}, {"d36", {1024, 50257, 50304, 36, 20, 1280}},
-        {"d48", {1024, 50257, 50304, 48, 25, 1600}},
+        {"tiny", {.max_T = 256, .V = kByteVocab, .Vp = 384, .L = 4, .NH = 2, .C = 128}},
+        {"d12", {.max_T = 1024, .V = 50257, .Vp = 50304, .L = 12, .NH = 12, .C = 768}},
+        {"d24", {.max_T = 1024, .V = 50257, .Vp = 50304, .L = 24, .NH = 16, .C = 1024}},
+        {"d36", {.max_T = 1024, .V = 50257, .Vp = 50304, .L = 36, .NH = 20, .C = 1280}},
+        {"d48", {.max_T = 1024, .V = 50257, .Vp = 50304, .L = 48, .NH = 25, .C = 1600}},
     };
-    const auto found = presets.find(name.rfind("gpt2:", 0) == 0 ? name.substr(5) : name);
-    if (found != presets.end())
-        *config = found->second;
-    return found != presets.end();
+    const auto preset = presets.find(name.starts_with("gpt2:") ? name.substr(5) : name);
+    if (preset == presets.end())
+        return std::nullopt;
+    return preset->second;
 }
 
 template <class Dev, class X>
 int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
+    const std::optional<Config> preset = preset_config(o.init);
     Config config;
-    const bool preset = find_config(o.init, &config);
-    if (!preset) {
+    if (preset) {
+        config = *preset;
+    } else {
         struct stat file;
         if (stat(o.init.c_str(), &file))
             throw UsageError(
@@ -637,8 +642,8 @@ int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
     }
     Ranks<Dev> ranks = connect(dev, group, o.context_parallel);
     if (o.eval_only)
-        return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset, ranks);
-    return run_train<Dev, X>(dev, o, config, !preset, ranks);
+        return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset.has_value(), ranks);
+    return run_train<Dev, X>(dev, o, config, !preset.has_value(), ranks);
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
@@ -684,7 +689,7 @@ int main(int argc, char** argv) {
         Options o;
         o.program = argv[0];
         std::vector<Option> table = o.table();
-        if (parse_options(argc, argv, table)) {
+        if (parse_options(argc, argv, table) == Parsed::help) {
             const char* const about =
                 "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md "
                 "has examples.\n"

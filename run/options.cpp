@@ -99,7 +99,7 @@ std::string title(const Option& option) {
     return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
 }
 
-bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
+Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
     const std::vector<std::string> args(argv + 1, argv + argc);
     const auto is_flag_value = [&](size_t i) {
         return i < args.size() && (args[i] == "0" || args[i] == "1");
@@ -107,7 +107,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
     std::vector<const Option*> given;
     for (size_t i = 0; i < args.size(); i++) {
         if (args[i] == "--help" || (args[i] == "-h" && !is_flag_value(i + 1)))
-            return true;
+            return Parsed::help;
         const size_t equals = args[i][0] == '-' ? args[i].find('=') : std::string::npos;
         const bool attached = equals != std::string::npos;
         const std::string name = args[i].substr(0, equals);
@@ -132,7 +132,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         }
         set_value(*option, value);
     }
-    return false;
+    return Parsed::options;
 }
 
 std::string options_help(const std::string& program, const std::string& about,

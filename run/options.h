@@ -20,12 +20,13 @@ struct Option {
 std::string title(const Option& option);  // how messages name it, for example "--batch (-b)"
 
 // Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws
-// UsageError that names the option and the value. Returns true if --help or -h was asked for. "-h
-// 0" and "-h 1", which llm.c has, do not ask.
+// a UsageError that names the option and the value. Returns Parsed::help at the first --help or -h;
+// llm.c's "-h 0" and "-h 1" are not requests for help.
 //
 // A default that depends on the run is stored as a value outside of its option's range, or as ""
 // for a path, so that no user can type it by chance.
-bool parse_options(int argc, const char* const* argv, std::vector<Option>& table);
+enum class Parsed { options, help };
+Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& table);
 std::string options_help(const std::string& program, const std::string& about,
                          const std::vector<Option>& table);
 // Those whose value is not the one in `defaults`: "  --batch 4  --overfit".

@@ -1,6 +1,7 @@
 // The options of a run, their defaults, and what must be true of them.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,10 +39,11 @@ struct Options {
     AdamW adamw(int step) const;           // of the same step
 };
 
-// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a
-// minute. llm.c also writes "gpt2:d12". False if a name is none of these (train_gpt2.cu).
+// The sizes of a new model by name (train_gpt2.cu): "d12", "d24", "d36" and "d48" are GPT-2 with that
+// many layers, also as "gpt2:d12", which llm.c accepts. "tiny" trains on a CPU in a minute. Nothing
+// if `name` is none of these.
 struct Config;
-bool find_config(const std::string& name, Config* config);
+std::optional<Config> preset_config(const std::string& name);
 
 // Throws UsageError if options were given that this mode (--eval-only, say) would ignore, and names
 // them all.

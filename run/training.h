@@ -22,10 +22,10 @@
 // The command that continues texts with the model of this run's output directory, for a shell in
 // the directory where this program was called, on the same device.
 inline std::string command_to_generate(const Options& o) {
-    Config ignored;
-    const bool a_preset = find_config(o.output_dir, &ignored);  // a directory that is called "tiny"
+    // A directory that is called "tiny" must not be taken for the preset.
+    const bool named_like_preset = preset_config(o.output_dir).has_value();
     std::string command = shell_quoted(o.program) + " -e ";
-    command += shell_quoted_path((a_preset ? "./" : "") + o.output_dir);
+    command += shell_quoted_path((named_like_preset ? "./" : "") + o.output_dir);
     command += " --generate 500 --prompt Once";
     if (!o.tokenizer.empty())
         command += " --tokenizer " + shell_quoted_path(o.tokenizer);

@@ -401,8 +401,7 @@ int main(int argc, char** argv) {
         dev.tf32 = dev.sm >= 80;
         dev.graphs = !o.breakdown;
         dev.x = o.precision == "bf16" ? sizeof(bf16) : sizeof(float);
-        Config config;
-        find_config(o.model, &config);
+        const Config config = preset_config(o.model).value();
         if (!o.breakdown && !o.generation)
             std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n",
                         dev.name.c_str(), "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %",

@@ -232,7 +232,7 @@ inline int bench_main(int argc, char** argv, const char* name, const char* about
     table.push_back({"--json", "", Option::Flag, &to.json, json.c_str()});
     table.push_back({"--out", "", Option::String, &to.out, "append rows to this file"});
     return run_program(name, [&] {
-        if (!parse_options(argc, argv, table))
+        if (parse_options(argc, argv, table) == Parsed::options)
             return run();
         std::fputs(options_help(name, about, table).c_str(), stdout);
         return 0;

@@ -17,10 +17,10 @@ namespace {
 
 const Config kSmall = {80, 250, 256, 2, 2, 128};  // HS = 64, the least that flash runs
 Config preset(const char* name) {
-    Config config;
-    if (!find_config(name, &config))
+    const std::optional<Config> config = preset_config(name);
+    if (!config)
         throw Error(format("no preset %s", name));
-    return config;
+    return *config;
 }
 
 // Tokens with structure, so that training has something to learn. Each is mostly a function of the
@@ -169,8 +169,7 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
 // Without a GPU
 
 TEST(parameter_count_of_presets) {
-    Config c;
-    CHECK(!find_config("d13", &c));
+    CHECK(!preset_config("d13"));
     // GPT-2's published sizes, without padding of the vocabulary.
     const std::pair<const char*, size_t> presets[] = {{"d12", 124439808},
                                                       {"d24", 354823168},
@@ -178,7 +177,7 @@ TEST(parameter_count_of_presets) {
                                                       {"d48", 1557611200},
                                                       {"tiny", 0}};
     for (const auto& [name, parameters] : presets) {
-        c = preset(name);
+        const Config c = preset(name);
         CHECK(!parameters || c.num_parameters() == parameters + size_t(c.Vp - c.V) * c.C);
         size_t n = 0;
         for (const TensorSpec& t : Parameters<float>::list(c))
