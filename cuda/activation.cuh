@@ -10,7 +10,8 @@
 //
 // To train with another activation, change this file, the formula in layers/cpu/reference.cpp (the
 // oracle of the tests, which is why it has its own) and the name in scripts/hf.py. No other file
-// changes the results of a run. dev/common/torch_gpt2.py has PyTorch's, to compare with.
+// changes the results of a run. For comparisons with PyTorch, dev/common/torch_gpt2.py names it
+// too.
 #pragma once
 #include "cuda/ptx_sm80.cuh"  // exp2_approx, kLog2e, reciprocal_approx
 
@@ -21,7 +22,7 @@ constexpr const char* kActivationName = "gelu";  // in the tables of benchmarks
 // own follows the matmul. test_layers fails if it is true and f is something else.
 constexpr bool kActivationIsCublasGelu = true;
 
-// f and f' at x. Most of their work is in common, so it is done once.
+// f and f' at x. They have most of their work in common, which the constructor does once.
 class Activation {
   public:
     __device__ explicit Activation(float x)

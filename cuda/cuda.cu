@@ -16,7 +16,7 @@ void cuda_check(cudaError_t status, const char* file, int line, const char* what
                 const char* before) {
     if (status == cudaSuccess)
         return;
-    cudaGetLastError();  // so that the next check does not report this error once more
+    cudaGetLastError();  // clears the error, or the next check would report it again
     throw Error(format("%s:%d: CUDA: %s (%s) in %s%s", file, line, cudaGetErrorString(status),
                        cudaGetErrorName(status), before, what));
 }
@@ -29,8 +29,8 @@ void cublas_check(cublasStatus_t status, const char* file, int line, const char*
 
 namespace {
 
-// Only the code that runs knows what it was compiled for. On a 9.0 that may be sm_90a, or PTX of an
-// older architecture.
+// Only the code that runs knows what it was compiled for: on a GPU of compute capability 9.0 that
+// may be sm_90a, or PTX for an older architecture.
 __global__ void probe_kernel(bool* sm90a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     *sm90a = true;
@@ -42,6 +42,7 @@ __global__ void probe_kernel(bool* sm90a) {
 __global__ void pause_kernel(unsigned ns) {
     unsigned long long start;
     unsigned long long now;
+
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     do
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -56,23 +57,31 @@ void Cuda::pause(unsigned ns) const {
 }
 
 int Cuda::count(std::string* why) {
-    int n = 0;
-    // The driver's threads inherit the mask. If one of them took a signal, it would end a process
-    // that waits for it.
+    // The first call into the driver starts its threads, which inherit our signal mask. Signals are
+    // blocked meanwhile, because a driver's thread that received one would end a process that waits
+    // for that signal itself.
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
+    int n = 0;
     const cudaError_t status = cudaGetDeviceCount(&n);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+
     if (status != cudaSuccess) {
         cudaGetLastError();
         n = 0;
     }
-    int driver = 0;  // its version, which stays 0 where there is none
+
+    int driver = 0;  // its version, which stays 0 if there is no driver
     cudaDriverGetVersion(&driver);
-    if (why)
-        *why = !driver ? "no NVIDIA driver was found" : n == 0 ? cudaGetErrorString(status) : "";
+    if (why) {
+        *why = "";
+        if (driver == 0)
+            *why = "no NVIDIA driver was found";
+        else if (n == 0)
+            *why = cudaGetErrorString(status);
+    }
     return n;
 }
 
@@ -85,6 +94,7 @@ Cuda::Cuda(int device) : device(device) {
         throw Error(format("no GPU %d: this machine has %d, numbered from 0", device, n));
 
     CUDA_CHECK(cudaSetDevice(device));
+
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     sm = 10 * properties.major + properties.minor;
@@ -98,50 +108,51 @@ Cuda::Cuda(int device) : device(device) {
         cudaGetLastError();
         throw Error(format(
             "GPU %d (%s) has compute capability %d.%d, which this program was not built for: "
-            "rebuild with "
-            "make clean, then make ARCH=%d%s",
+            "rebuild with make clean, then make ARCH=%d%s",
             device, name.c_str(), properties.major, properties.minor, sm, sm == 90 ? "a" : ""));
     }
 
-    // In a blocking stream, work that someone puts on the default stream is still ordered with
-    // ours.
+    // A blocking stream: work that someone puts on the default stream is still ordered with ours.
     CUDA_CHECK(cudaStreamCreate(&stream));
-    CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&download_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&marked, cudaEventDisableTiming));
+
     workspace = alloc(kWorkspaceBytes);
     probe_kernel<<<1, 1, 0, stream>>>(static_cast<bool*>(workspace));
     LAUNCH_CHECK("probe_kernel");
     download(&sm90a, workspace, sizeof sm90a);
+
+    // cuBLAS promises bitwise reproducible results as long as it works in a single stream. Giving
+    // it a workspace keeps it from allocating while a CUDA graph is captured. The workspace is set
+    // after the stream, because setting the stream resets it.
     CUBLAS_CHECK(cublasCreate(&blas));
     CUBLAS_CHECK(cublasSetStream(blas, stream));
-    // cuBLAS promises bitwise reproducible results for one stream. A workspace of ours keeps it
-    // from allocating while a CUDA graph is captured. It is set after the stream, because setting
-    // the stream resets it.
     CUBLAS_CHECK(cublasSetWorkspace(blas, workspace, kWorkspaceBytes));
     CUBLAS_CHECK(cublasLtCreate(&blaslt));
 }
 
-// A destructor cannot throw, and after a failed kernel every call here fails once more, so statuses
-// are dropped.
+// A destructor cannot throw, and after a failed kernel every call here fails again, so the statuses
+// are ignored.
 Cuda::~Cuda() {
     cudaStreamSynchronize(stream);
     cublasLtDestroy(blaslt);
     cublasDestroy(blas);
     cudaFree(workspace);
     cudaEventDestroy(marked);
-    cudaStreamDestroy(aside);
+    cudaStreamDestroy(download_stream);
     cudaStreamDestroy(stream);
 }
 
 void Cuda::download_marked(void* host, const void* src, size_t bytes) const {
-    CUDA_CHECK(cudaStreamWaitEvent(aside, marked, 0));
-    CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, aside));
-    CUDA_CHECK(cudaStreamSynchronize(aside));
+    CUDA_CHECK(cudaStreamWaitEvent(download_stream, marked, 0));
+    CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, download_stream));
+    CUDA_CHECK(cudaStreamSynchronize(download_stream));
 }
 
 void* Cuda::alloc(size_t bytes) const {
     void* p = nullptr;
     const cudaError_t status = cudaMalloc(&p, bytes);
+
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
         constexpr double GiB = 1 << 30;
@@ -153,44 +164,49 @@ void* Cuda::alloc(size_t bytes) const {
     return p;
 }
 
-// cudaMallocHost takes a third of a second for each GB, and lets no other call of CUDA through
-// meanwhile. Memory in large pages, which several threads have touched, is pinned five times as
-// fast.
-void* Cuda::alloc_host(size_t bytes) const {
+// cudaMallocHost takes a third of a second per GB, and no other CUDA call gets through meanwhile.
+// Memory in large pages that several threads have already touched is pinned five times as fast.
+static constexpr size_t kLargePage = 2 << 20;
+
+// Lets the system map `pages` large pages at p, by a write to each page, from several threads.
+static void touch_pages(char* p, size_t pages) {
     constexpr size_t kSmallPage = 4 << 10;
-    constexpr size_t kPage = 2 << 20;
-    constexpr size_t kParts = 4;
-    const size_t pages = (bytes + kPage - 1) / kPage;
-    const size_t size = pages * kPage;
-    char* const p = static_cast<char*>(std::aligned_alloc(kPage, size));
+    constexpr size_t kThreads = 4;
+
+    madvise(p, pages * kLargePage, MADV_HUGEPAGE);  // a hint: small pages work, too
+    std::vector<std::future<void>> parts;
+    for (size_t i = 0; i < kThreads; i++) {
+        const size_t begin = (pages * i / kThreads) * kLargePage;
+        const size_t end = (pages * (i + 1) / kThreads) * kLargePage;
+        parts.push_back(start_async([=] {
+            for (size_t offset = begin; offset < end; offset += kSmallPage)
+                p[offset] = 0;
+        }));
+    }
+
+    for (std::future<void>& part : parts)
+        part.get();
+}
+
+void* Cuda::alloc_host(size_t bytes) const {
+    const size_t pages = (bytes + kLargePage - 1) / kLargePage;
+    const size_t size = pages * kLargePage;
+    char* const p = static_cast<char*>(std::aligned_alloc(kLargePage, size));
+
     cudaError_t status = cudaErrorMemoryAllocation;
     if (p) {
-        madvise(p, size, MADV_HUGEPAGE);  // a wish; ordinary pages do too
-        std::vector<std::future<void>> parts;
-        for (size_t part = 0; part < kParts; part++) {
-            const size_t begin = (pages * part / kParts) * kPage;
-            const size_t end = (pages * (part + 1) / kParts) * kPage;
-            parts.push_back(start_async([=] {
-                for (size_t at = begin; at < end; at += kSmallPage) {
-                    p[at] = 0;
-                }
-            }));
-        }
-        for (std::future<void>& part : parts) {
-            part.get();
-        }
+        touch_pages(p, pages);
         status = cudaHostRegister(p, size, cudaHostRegisterDefault);
     }
+    if (status != cudaSuccess)
+        std::free(p);
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
-        std::free(p);
         throw OutOfMemory(format(
             "out of pinned host memory: asked for %.1f MiB; free some, or leave out -o, because "
             "checkpoints need most of it",
             bytes / double(1 << 20)));
     }
-    if (status != cudaSuccess)
-        std::free(p);
     CUDA_CHECK(status);
     return p;
 }
@@ -198,7 +214,7 @@ void* Cuda::alloc_host(size_t bytes) const {
 void Cuda::free_host(void* p) const {
     if (!p)
         return;
-    cudaStreamSynchronize(stream);  // a copy may be on its way while an Error unwinds
+    cudaStreamSynchronize(stream);  // while an Error unwinds, a copy may still be under way
     cudaHostUnregister(p);
     std::free(p);
 }
@@ -215,16 +231,22 @@ size_t Cuda::free_bytes() const {
     return free - std::min(free, reserved);
 }
 
-void CudaGraph::end(const Cuda& dev, bool keep) {
+void CudaGraph::begin_capture(const Cuda& dev) {
+    CUDA_CHECK(cudaStreamBeginCapture(dev.stream, cudaStreamCaptureModeThreadLocal));
+}
+
+void CudaGraph::end_capture(const Cuda& dev) {
     cudaGraph_t graph = nullptr;
-    const cudaError_t status = cudaStreamEndCapture(dev.stream, &graph);
-    if (!keep) {  // an Error is on its way
-        if (graph)
-            cudaGraphDestroy(graph);
-        cudaGetLastError();
-        return;
-    }
-    CUDA_CHECK(status);
+    CUDA_CHECK(cudaStreamEndCapture(dev.stream, &graph));
     CUDA_CHECK(cudaGraphInstantiateWithFlags(&recorded_, graph, 0));
     CUDA_CHECK(cudaGraphDestroy(graph));
+}
+
+// Called while an Error unwinds, so failures are ignored.
+void CudaGraph::abandon_capture(const Cuda& dev) {
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(dev.stream, &graph);
+    if (graph)
+        cudaGraphDestroy(graph);
+    cudaGetLastError();
 }

@@ -1,5 +1,5 @@
-// The CUDA backend's device. It has one GPU, one stream, the cuBLAS handles and its memory, and
-// checks its calls.
+// The CUDA backend's device: one GPU, the stream that everything is launched to, the cuBLAS
+// handles, and calls that allocate and copy memory. Every CUDA call is checked.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,12 +8,12 @@
 #include "common/error.h"
 #include "common/types.h"
 
-// Throws Error with file, line and the call itself.
+// Throws Error with the file, the line and the call itself.
 void cuda_check(cudaError_t status, const char* file, int line, const char* what,
                 const char* before = "");
 #define CUDA_CHECK(call) cuda_check((call), __FILE__, __LINE__, #call)
-// Goes after every launch and catches a bad configuration at once. An asynchronous fault shows at
-// the next checked call.
+// Follows every launch. It reports a bad launch configuration at once; a fault inside the kernel is
+// asynchronous, and the next checked call reports it.
 #define LAUNCH_CHECK(kernel) \
     cuda_check(cudaGetLastError(), __FILE__, __LINE__, kernel, "launch of ")
 
@@ -21,7 +21,7 @@ struct OutOfMemory : Error {
     using Error::Error;
 };
 
-struct cublasContext;  // what a cublasHandle_t points to. cublas.h has the rest
+struct cublasContext;  // a cublasHandle_t points to one; cuda/cublas.h includes the headers
 struct cublasLtContext;
 class CudaGraph;
 class NcclComm;  // parallel/comm.h
@@ -29,80 +29,88 @@ class NcclComm;  // parallel/comm.h
 struct Cuda {
     using Graph = CudaGraph;
     using Comm = NcclComm;
+
     explicit Cuda(int device = 0);  // throws Error if there is no such device
     ~Cuda();
     Cuda(const Cuda&) = delete;
     Cuda& operator=(const Cuda&) = delete;
 
-    // How many devices are usable, 0 also when there is no driver. `why` (may be null) gets the
-    // reason in words.
+    // How many devices are usable; 0 if there is no driver either. Writes the reason for 0 to
+    // `why`, unless that is null.
     static int count(std::string* why = nullptr);
 
-    void* alloc(size_t bytes) const;       // device memory, throws OutOfMemory
-    void* alloc_host(size_t bytes) const;  // pinned
-    // Destructors free while an Error unwinds, so these must not throw. A failure shows at the next
-    // checked launch.
+    // Memory on the device, and pinned memory on the host. Both throw OutOfMemory.
+    void* alloc(size_t bytes) const;
+    void* alloc_host(size_t bytes) const;
+    // These must not throw, because destructors call them while an Error unwinds. A failure shows
+    // up at the next checked launch.
     void free(void* p) const { cudaFree(p); }
     void free_host(void* p) const;
+
     void zero(void* p, size_t bytes) const { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream)); }
-    // asynchronous if host is pinned
+    // From host to device, asynchronously if the host's memory is pinned.
     void upload(void* dst, const void* host, size_t bytes) const {
         CUDA_CHECK(cudaMemcpyAsync(dst, host, bytes, cudaMemcpyHostToDevice, stream));
     }
-    // returns when the bytes are there
+    // From device to host. Returns when the bytes have arrived.
     void download(void* host, const void* src, size_t bytes) const {
         CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
         sync();
     }
-    // from device memory to device memory
+    // From device to device.
     void copy(void* dst, const void* src, size_t bytes) const {
         CUDA_CHECK(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream));
     }
-    // As download(), but it waits for no more than what was called before mark(). Later work goes
-    // on meanwhile.
+    // download_marked() is a download() that waits only for the work enqueued before mark(). Later
+    // work runs meanwhile.
     void mark() const { CUDA_CHECK(cudaEventRecord(marked, stream)); }
     void download_marked(void* host, const void* src, size_t bytes) const;
-    // by a thread that another one has started
+
+    // A new thread calls this before any other call.
     void use() const { CUDA_CHECK(cudaSetDevice(device)); }
     void sync() const { CUDA_CHECK(cudaStreamSynchronize(stream)); }
-    void pause(unsigned ns) const;  // holds the stream up for that long
-    void profile(bool on) const;    // marks what Nsight's --capture-range=cudaProfilerApi keeps
-    size_t free_bytes() const;      // device memory that an alloc could still get
+    void pause(unsigned ns) const;  // keeps the stream busy for that long
+    void profile(
+        bool on) const;  // starts or ends the range of Nsight's --capture-range=cudaProfilerApi
+    size_t free_bytes() const;  // how much alloc() could still return
 
     static constexpr const char* kind = "cuda";
+    std::string name;  // "NVIDIA H200"
     int device = 0;
-    int sm = 0;  // compute capability ×10, 90 for an H200
-    // its code was compiled for sm_90a. Otherwise kernels that need wgmma are empty
-    bool sm90a = false;
-    int num_sms = 0;      // multiprocessors
-    int block_smem = 0;   // bytes of shared memory that a block may have, which a test may lower
-    size_t reserved = 0;  // bytes that free_bytes() leaves out, which a test may raise
-    std::string name;     // "NVIDIA H200"
+    int sm = 0;  // 10 times the compute capability: 90 for an H200
+    bool sm90a =
+        false;  // was the program compiled for sm_90a? If not, kernels that use wgmma are empty
+    int num_sms = 0;     // multiprocessors
+    int block_smem = 0;  // bytes of shared memory that a block may have; tests may lower it
     size_t total_bytes = 0;
-    bool tf32 = true;    // fp32 matmuls run on tensor cores, or if false in strict fp32
-    bool graphs = true;  // if false CudaGraph::run only runs the work
+    size_t reserved = 0;  // bytes that free_bytes() leaves out; tests may raise it
+
+    bool tf32 = true;    // fp32 matmuls may use tensor cores, in TF32
+    bool graphs = true;  // if false, CudaGraph::run just runs the work
+
     cudaStream_t stream = nullptr;
-    cudaStream_t aside = nullptr;  // download_marked() reads here
-    cudaEvent_t marked = nullptr;
+    cudaStream_t download_stream = nullptr;  // of download_marked()
+    cudaEvent_t marked = nullptr;            // recorded by mark()
     cublasContext* blas = nullptr;
     cublasLtContext* blaslt = nullptr;
-    void* workspace = nullptr;  // cuBLAS's, kWorkspaceBytes
     static constexpr size_t kWorkspaceBytes = 64 << 20;
+    void* workspace = nullptr;  // for cuBLAS and cuBLASLt
 };
 
-// A warning, if a GPU of compute capability sm/10 has kernels of its own and the program was built
-// without them.
+// Returns a warning if we have kernels for a GPU of this compute capability (times 10) and the
+// program was built without them, or "".
 inline const char* missing_kernels(int sm, bool sm90a) {
-    return sm == 90 && !sm90a ? "warning: the kernels for this GPU are missing, because the "
-                                "program was built without "
-                                "a GPU in sight: make clean, then make ARCH=90a\n"
-                              : "";
+    if (sm != 90 || sm90a)
+        return "";
+    return "warning: the kernels for this GPU are missing, because the program was built on a "
+           "machine without one: make clean, then make ARCH=90a\n";
 }
 
 // Work that is enqueued again and again in the same form. The first run is an ordinary one, because
-// it may still make plans. The second is recorded as a CUDA graph. From then on the graph is
-// replayed, so that the GPU does not wait for the host between kernels. The work may depend only on
-// memory whose addresses stay.
+// it may still make matmul plans. The second run is recorded as a CUDA graph, and from then on that
+// graph is replayed, so that the GPU does not wait for the host between kernels. Recorded kernels
+// keep their arguments, so everything that changes from run to run must be read from memory at
+// fixed addresses.
 class CudaGraph {
   public:
     CudaGraph() = default;
@@ -114,23 +122,31 @@ class CudaGraph {
 
     template <class Work>
     void run(const Cuda& dev, Work work) {
-        if (!dev.graphs || runs_++ == 0)
+        if (!dev.graphs)
             return work();
+
+        runs_++;
+        if (runs_ == 1)
+            return work();
+
         if (!recorded_) {
-            CUDA_CHECK(cudaStreamBeginCapture(dev.stream, cudaStreamCaptureModeThreadLocal));
+            begin_capture(dev);
             try {
                 work();
             } catch (...) {
-                end(dev, false);
+                abandon_capture(dev);
                 throw;
             }
-            end(dev, true);
+            end_capture(dev);
         }
         CUDA_CHECK(cudaGraphLaunch(recorded_, dev.stream));
     }
 
   private:
-    void end(const Cuda& dev, bool keep);
+    void begin_capture(const Cuda& dev);
+    void end_capture(const Cuda& dev);
+    void abandon_capture(const Cuda& dev);
+
     int runs_ = 0;
     cudaGraphExec_t recorded_ = nullptr;
 };

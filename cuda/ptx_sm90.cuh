@@ -1,7 +1,7 @@
-// One PTX instruction, one inline function. These are what sm_90a adds. The tensor memory
-// accelerator (TMA) copies whole tiles, an mbarrier says when they have landed, and a warpgroup of
-// four warps multiplies them straight out of shared memory. The manual's sections are named by
-// their anchors in https://docs.nvidia.com/cuda/parallel-thread-execution/.
+// PTX instructions as inline functions, one each: what sm_90a adds. The tensor memory accelerator
+// (TMA) copies whole tiles, an mbarrier tells when they have arrived, and a warpgroup of four warps
+// multiplies them straight out of shared memory. As in ptx_sm80.cuh, #… is an anchor in
+// https://docs.nvidia.com/cuda/parallel-thread-execution/.
 #pragma once
 #include <cuda.h>  // CUtensorMap
 
@@ -11,24 +11,27 @@
 #include "cuda/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
 
 // -------------------------------------------------------------------------------------------------
-// An mbarrier counts arrivals and bytes. Its phase ends when `count` threads have arrived and all
-// expected bytes have landed. A phase is named by its parity, 0 first. Waiting for parity 1 of a
-// new barrier returns at once.
+// An mbarrier counts arrivals and bytes. Its current phase ends when `count` threads have arrived
+// and all expected bytes have been copied. Phases are named by their parity, 0 first. On a new
+// barrier, waiting for parity 1 returns at once, as if a phase before the first had ended.
 
 // #parallel-synchronization-and-communication-instructions-mbarrier-init
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
 }
-// Makes the inits above visible to the TMA unit. Other threads need a __syncthreads after it.
-// #membar
+
+// Makes initialised barriers visible to the TMA unit. For other threads to see them, a
+// __syncthreads must follow. #membar
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
+
 // #parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n" ::"r"(barrier)
                  : "memory");
 }
+
 // Arrives, and makes the phase wait for `bytes` of copies too.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile(
@@ -36,8 +39,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
         "r"(bytes)
         : "memory");
 }
-// Waits for the end of the phase. The instruction sleeps for a time before it says that the phase
-// has not ended.
+
+// Waits until the phase has ended. If it has not, the instruction sleeps for a while before it says
+// so, hence the loop.
 // #parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
@@ -51,10 +55,9 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     while (!done);
 }
 
-// Arrives at the same barrier of block `rank` of the cluster, whose shared memory is laid out like
-// ours. It orders only this thread's use of that memory, because a release of cluster scope would
-// wait for all its stores.
-// #data-movement-and-conversion-instructions-mapa
+// Arrives at the same barrier in block `rank` of the cluster, whose shared memory has the same
+// layout as ours. It orders only this thread's use of that memory, because a release of cluster
+// scope would wait for all of the thread's stores. #data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -62,36 +65,39 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32
         "r"(rank)
         : "memory");
 }
-// All threads of the cluster's blocks meet.
+
+// __syncthreads for all blocks of the cluster.
 // #parallel-synchronization-and-communication-instructions-barrier-cluster
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }
 
-// Named barriers, 1 to 15 (0 is __syncthreads), among `threads` of the block.
+// Named barriers 1 to 15 (0 is __syncthreads) of `threads` threads of the block.
 // #parallel-synchronization-and-communication-instructions-bar
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Does not wait. The barrier counts this thread among the `threads` that sync waits for.
+// Arrives without waiting: this thread counts as one of the `threads` for which sync waits.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The lane, read anew rather than kept in a register. #special-registers-laneid
+// The lane, read from the special register each time, so that it needs no register of its own.
+// #special-registers-laneid
 __device__ __forceinline__ int lane_id() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;\n" : "=r"(lane));
     return lane;
 }
 
-// Sets how many registers each thread of the warpgroup has from here on, a multiple of 8.
+// Changes how many registers each thread of the warpgroup has from here on, to a multiple of 8.
 // #miscellaneous-instructions-setmaxnreg
 template <int Registers>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(Registers));
 }
+
 template <int Registers>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Registers));
@@ -112,11 +118,11 @@ struct PipelineState {
 };
 
 // -------------------------------------------------------------------------------------------------
-// TMA. One thread starts a copy of a box of a tensor that a CUtensorMap describes. What lies
-// outside of the tensor is read as zero and never written. Coordinates are in elements, fastest
-// dimension first.
+// TMA. One thread starts the copy of a whole box of a tensor, which a CUtensorMap describes.
+// Elements outside the tensor are read as zeros and never written. Coordinates are in elements,
+// fastest dimension first.
 
-// Box → shared memory. Its bytes count on `barrier`.
+// Box → shared memory. The bytes that have arrived are counted by `barrier`.
 // #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier,
                                             int c0, int c1, int c2, int c3) {
@@ -126,19 +132,20 @@ __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* ma
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
-// The same to every block of the cluster whose bit is set in `blocks`. In each block, box and
-// barrier lie at the same place as here.
+
+// The same to every block of the cluster whose bit is set in `blocks`. Box and barrier have the
+// same addresses in each of these blocks as here.
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map,
                                                       uint32_t barrier, int c0, int c1, int c2,
                                                       int c3, uint16_t blocks) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes."
-        "multicast::cluster [%0], "
-        "[%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
+        "multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
         : "memory");
 }
-// Shared memory → box. The write joins this thread's bulk group.
+
+// Shared memory → box. The write is part of this thread's bulk group.
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t smem, int c0, int c1,
                                              int c2, int c3) {
     asm volatile(
@@ -147,8 +154,9 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t sm
         "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
-// Contiguous bytes, a multiple of 16, with both ends aligned to 16. The writes join this thread's
-// bulk group.
+
+// The same for contiguous bytes, a multiple of 16, with both addresses aligned to 16. Stores and
+// adds are part of this thread's bulk group.
 // #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32_t bytes,
                                           uint32_t barrier) {
@@ -158,11 +166,13 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32
         "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
+
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t smem, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst),
                  "r"(smem), "r"(bytes)
                  : "memory");
 }
+
 // fp32: dst += smem, in L2. #data-movement-and-conversion-instructions-cp-reduce-async-bulk
 __device__ __forceinline__ void bulk_add(float* dst, uint32_t smem, uint32_t bytes) {
     asm volatile(
@@ -170,37 +180,42 @@ __device__ __forceinline__ void bulk_add(float* dst, uint32_t smem, uint32_t byt
         "r"(smem), "r"(bytes)
         : "memory");
 }
+
 // Closes this thread's bulk group.
 // #data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
-// Waits until at most `Pending` of this thread's groups have still to read their shared memory.
-// What has been read may be overwritten. bulk_wait waits until they are written.
+
+// Waits until at most `Pending` of this thread's groups have yet to read their shared memory, so
+// that the others' may be overwritten. bulk_wait also waits for their writes.
 // #data-movement-and-conversion-instructions-cp-async-bulk-wait-group
 template <int Pending>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(Pending) : "memory");
 }
+
 template <int Pending>
 __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
-// Orders this thread's ordinary writes to shared memory before later reads by TMA or wgmma. Other
-// threads' writes need a barrier too. #membar (fence.proxy)
+
+// Orders this thread's ordinary writes to shared memory before later reads by TMA or wgmma. For
+// other threads' writes, a barrier is needed as well. #membar (fence.proxy)
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
-// Four 8×8 matrices of 16-bit elements into shared memory, the reverse of ldmatrix_x4.
+// Stores four 8×8 matrices of 16-bit elements to shared memory, the reverse of ldmatrix_x4.
 // #warp-level-matrix-instructions-stmatrix
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(smem),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
-// Stores 16 bytes if `wanted`. A branch instead would keep the compiler from interleaving what
-// stands around it.
+
+// Stores 16 bytes if `wanted`. With a branch instead, the compiler could not interleave the code
+// before and after it.
 // #data-movement-and-conversion-instructions-st
 template <class X>
 __device__ __forceinline__ void store_16_if(bool wanted, void* p, const X& x) {
@@ -214,92 +229,109 @@ __device__ __forceinline__ void store_16_if(bool wanted, void* p, const X& x) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Between blocks, through L2.
+// Communication between blocks, through L2.
 
-// Loads *p. What the writer's release made visible is visible to this thread after it.
+// Loads *p. Afterwards this thread sees everything that the writer's release made visible.
 // #data-movement-and-conversion-instructions-ld
 __device__ __forceinline__ int load_acquire_gpu(const int* p) {
     int x;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
-// The same without that promise, which a later fence_gpu gives.
+
+// The same without that promise, unless a fence_gpu follows.
 __device__ __forceinline__ int load_relaxed_gpu(const int* p) {
     int x;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
-// What this thread loaded and wrote before it comes before what follows, for all blocks. So a
-// relaxed store after it is a release. #membar
+
+// Orders this thread's loads and stores before the fence ahead of those after it, as seen by all
+// blocks. So a relaxed store that follows is a release. #membar
 __device__ __forceinline__ void fence_gpu() {
     asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
 }
+
 // #data-movement-and-conversion-instructions-st
 __device__ __forceinline__ void store_relaxed_gpu(int* p, int x) {
     asm volatile("st.relaxed.gpu.global.s32 [%0], %1;\n" ::"l"(p), "r"(x) : "memory");
 }
-// A kernel launched with programmatic stream serialization starts when all blocks of the kernel
-// before it have allowed it or have ended. Where it needs that kernel's writes, it waits for its
-// end.
-// #parallel-synchronization-and-communication-instructions-griddepcontrol
+
+// A kernel launched with programmatic stream serialization starts when every block of the kernel
+// before it has allowed that or has ended. Before it reads what that kernel wrote, it waits for
+// that kernel's end. #parallel-synchronization-and-communication-instructions-griddepcontrol
 __device__ __forceinline__ void grid_allow_dependents() {
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
+
 __device__ __forceinline__ void grid_wait_dependency() {
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }
 
 // -------------------------------------------------------------------------------------------------
-// wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16. It is asynchronous.
-// Between wgmma_fence and wgmma_wait the registers of D, and of A if it is in registers, belong to
-// the tensor cores.
+// wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16, by a warpgroup. It is
+// asynchronous: from wgmma_fence to wgmma_wait the registers of D, and those of A if it is in
+// registers, belong to the tensor cores.
 //
-// Warp w of the warpgroup holds rows 16w … 16w+15 in the layout of mma.m16n8k16 (ptx_sm80.cuh). The
-// 16×8 tile of columns 8n … 8n+7 is d[n][…], and the A fragment is a. So D, packed to bf16, is
-// again an A operand.
+// Warp w of the warpgroup holds rows 16w … 16w+15, in the layout of mma.m16n8k16 (ptx_sm80.cuh):
+// the 16×8 tile of columns 8n … 8n+7 is d[n], and a fragment of A is a[4]. So D, packed to bf16,
+// can be the next product's A.
 
 // The descriptor of a matrix in shared memory. The matrix is rows of 64 bf16 = 128 bytes in TMA's
-// 128-byte swizzle. Eight rows make an atom of 1024 bytes, aligned to 1024. Atoms follow each other
-// every 1024 bytes.
+// 128-byte swizzle. Eight rows make an atom of 1024 bytes, aligned to 1024, and atoms follow one
+// another without gaps.
 // #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
 //   not transposed   a row is one m or n, its 64 elements are k.
-//                    A k-step of 16 is 32 bytes further on.
+//                    The next k-step of 16 is 32 bytes further on.
 //   transposed       a row is one k, its 64 elements are m or n.
-//                    A k-step of 16 is 2048 bytes further on, and the next 64 of m or n are
+//                    The next k-step of 16 is 2048 bytes further on, and the next 64 of m or n are
 //                    `next64` bytes further on.
-// Bits 0–13 address, 16–29 leading offset (next64), 32–45 stride offset (the atom's 1024), each /
-// 16. 62–63 = 1 means this swizzle.
+//
+//   bits     value, addresses and offsets in units of 16 bytes
+//   0–13     address
+//   16–29    leading offset: next64
+//   32–45    stride offset: from an atom to the next
+//   62–63    1: 128-byte swizzle
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t next64 = 16) {
-    return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{next64 >> 4} << 16 |
-           (smem & 0x3FFFF) >> 4;
+    constexpr uint64_t kSwizzle128B = uint64_t{1} << 62;
+    constexpr uint64_t kStrideOffset = uint64_t{1024 / 16} << 32;
+    const uint64_t leading_offset = uint64_t{next64 >> 4} << 16;
+    const uint32_t address = (smem & 0x3FFFF) >> 4;
+    return kSwizzle128B | kStrideOffset | leading_offset | address;
 }
-// The same `bytes` further on.
+
+// The descriptor of what is `bytes` further on.
 __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) {
     return descriptor + (bytes >> 4);
 }
 
-// Goes before the first wgmma that uses registers which other instructions wrote.
+// Needed before the first wgmma that uses registers written by other instructions.
 // #asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 }
+
 // #asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
-// No instruction, but it keeps the compiler from moving uses of d across this point. It goes before
-// the fence.
+
+// Emits nothing, but keeps the compiler from moving uses of these registers across this point. Call
+// it before wgmma_fence.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
     for (int n = 0; n < N; n++)
         asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
+
 template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
     for (int n = 0; n < N; n++)
         asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
 }
-// Waits until at most `Pending` committed groups are under way. The others have written `results`.
+
+// Waits until at most `Pending` committed groups are still under way. `results` are the
+// accumulators that the others have written.
 // #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int Pending, class... D>
 __device__ __forceinline__ void wgmma_wait(D&... results) {
@@ -307,29 +339,35 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
     (wgmma_hold(results), ...);
 }
 
+// The registers of d as operands of asm: D are read and written, W only written, and R are their
+// numbers in the instruction's text.
 // clang-format off
 #define WGMMA_8(X, n) X(n), X(n + 1), X(n + 2), X(n + 3), X(n + 4), X(n + 5), X(n + 6), X(n + 7)
 #define WGMMA_D1(n)   "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define WGMMA_D8(n)   WGMMA_8(WGMMA_D1, n)
 #define WGMMA_W1(n)   "=f"(d[n][0]), "=f"(d[n][1]), "=f"(d[n][2]), "=f"(d[n][3])
 #define WGMMA_W8(n)   WGMMA_8(WGMMA_W1, n)
-#define WGMMA_R32  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
-                   "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_R64  WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "      \
-                   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_R128 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "      \
-                   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "        \
-                   "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "          \
-                   "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-// One wgmma that adds to d if the operand `accumulate` is not 0, and sets d otherwise.
-#define WGMMA(shape, d, operands, accumulate)                                                                          \
-    "{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                                                            \
+#define WGMMA_R32  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "             \
+                   "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "             \
+                   "%28, %29, %30, %31"
+#define WGMMA_R64  WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
+                   "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "             \
+                   "%58, %59, %60, %61, %62, %63"
+#define WGMMA_R128 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, " \
+                   "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "             \
+                   "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, "                \
+                   "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "            \
+                   "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "            \
+                   "%124, %125, %126, %127"
+// One wgmma, which adds to d if the operand `accumulate` is not 0, and overwrites d otherwise.
+#define WGMMA(shape, d, operands, accumulate)                                                      \
+    "{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                                        \
     "wgmma.mma_async.sync.aligned." shape " {" d "}, " operands ";\n}\n"
 // clang-format on
 
-// d (+)= A · B with both in shared memory. `a` and `b` are their descriptors. B is N×16 (if not
-// transposed its rows are n). The N of the instruction is 8 times d's.
-// #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+// d = A · B, or d += A · B if `accumulate`, with both in shared memory. `a` and `b` are their
+// descriptors. B is stored as N × 16, or as 16 × N if transposed. The instruction's N is 8 times
+// d's. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t b,
                                          bool accumulate) {
@@ -350,8 +388,9 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t 
             : WGMMA_D8(0), WGMMA_D8(8)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
 }
-// d = A · B, for accumulators that hold something else until then. d is not read, so its registers
-// are free up to here.
+
+// d = A · B. It does not read d, whose registers the compiler can use for something else until
+// here.
 template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint64_t b) {
     static_assert(N == 8 || N == 16);
@@ -366,6 +405,7 @@ __device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint6
                      : WGMMA_W8(0), WGMMA_W8(8)
                      : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
 }
+
 // The same as wgmma_ss with A in registers.
 template <bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4], uint64_t b,

@@ -1,8 +1,8 @@
-// Wide memory accesses, conversions and reductions, which the layers' kernels are made of.
+// Wide memory accesses, conversions and reductions, from which the layers' kernels are built.
 //
-// Most of them are bound by memory, so they move 16 bytes a thread and instruction, as Vec<float,
-// 4> or Vec<bf16, 8>. The same kernel instantiated with one element a Vec takes any row length and
-// alignment, and vectorises() chooses.
+// Most of those kernels are memory-bound, so each thread moves 16 bytes per instruction, as a
+// Vec<float, 4> or Vec<bf16, 8>. The same kernel, instantiated with one element per Vec, works for
+// any row length and alignment; vectorises() tells which of the two a call can use.
 #pragma once
 #include <cstring>
 
@@ -17,16 +17,20 @@ __device__ inline float to_float(X x) {
     return static_cast<float>(x);
 }
 
-// N values of type X that travel together, read as floats.
+// N values of type X that are loaded and stored together. v[i] is value i as a float.
 template <class X, int N>
 struct alignas(N * sizeof(X)) Vec {
     X x[N];
+
     __device__ float operator[](int i) const {
-        // one instruction, where the toolkit's function takes two
         if constexpr (std::is_same_v<X, bf16> && N > 1) {
+            // bf16 is the upper half of fp32. One instruction, whereas the toolkit's function is
+            // two.
             unsigned pairs[N / 2];
             memcpy(pairs, x, sizeof x);
-            return __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+            const unsigned pair = pairs[i / 2];
+            const bool upper = i % 2 == 1;
+            return __uint_as_float(upper ? (pair & 0xffff0000u) : (pair << 16));
         } else {
             return to_float(x[i]);
         }
@@ -37,78 +41,91 @@ struct alignas(N * sizeof(X)) Vec {
 template <class X>
 constexpr int kVec = 16 / sizeof(X);
 
-// The integer that makes the compiler emit one load or store of that many bytes. It has 16 at most,
-// and longer vectors take several.
-template <int Bytes>
-using WordOf = std::conditional_t<
-    Bytes == 2, unsigned short,
-    std::conditional_t<Bytes == 4, unsigned, std::conditional_t<Bytes == 8, uint2, uint4>>>;
+// How a vector of N elements of X is loaded and stored: as kCount words of an integer type, for
+// each of which the compiler emits one instruction. A word has 2, 4, 8 or 16 bytes.
+template <class X, int N>
+struct Words {
+    static constexpr int kBytes = N * sizeof(X);
+    using Word = std::conditional_t<
+        kBytes == 2, unsigned short,
+        std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 8, uint2, uint4>>>;
+    static constexpr int kCount = kBytes / sizeof(Word);
+    static_assert(kCount * sizeof(Word) == kBytes);
+};
 
 template <int N, class X>
 __device__ inline Vec<X, N> load(const X* p) {
-    using Word = WordOf<N * sizeof(X)>;
-    constexpr int kWords = N * sizeof(X) / sizeof(Word);
+    using Word = typename Words<X, N>::Word;
+    constexpr int kWords = Words<X, N>::kCount;
     Word words[kWords];
     for (int i = 0; i < kWords; i++)
         words[i] = reinterpret_cast<const Word*>(p)[i];
+
     Vec<X, N> v;
     memcpy(&v, words, sizeof v);
     return v;
 }
+
 template <int N, class X>
 __device__ inline void store(X* p, const Vec<X, N>& v) {
-    using Word = WordOf<N * sizeof(X)>;
-    constexpr int kWords = N * sizeof(X) / sizeof(Word);
+    using Word = typename Words<X, N>::Word;
+    constexpr int kWords = Words<X, N>::kCount;
     Word words[kWords];
     memcpy(words, &v, sizeof v);
     for (int i = 0; i < kWords; i++)
         reinterpret_cast<Word*>(p)[i] = words[i];
 }
 
-// Rounds to nearest.
+// Rounds to nearest even.
 template <class X, int N>
 __device__ inline Vec<X, N> round_to(const Vec<float, N>& v) {
     Vec<X, N> r;
-    if constexpr (std::is_same_v<X, float>)
+    if constexpr (std::is_same_v<X, float>) {
         r = v;
-    else if constexpr (N == 1)
+    } else if constexpr (N == 1) {
         r.x[0] = __float2bfloat16_rn(v.x[0]);
-    else
+    } else {
         for (int i = 0; i < N; i += 2) {  // one instruction rounds a pair
             const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x[i], v.x[i + 1]);
             r.x[i] = pair.x;
             r.x[i + 1] = pair.y;
         }
+    }
     return r;
 }
+
 template <int N>
 __device__ inline void store(bf16* p, const Vec<float, N>& v) {
     store(p, round_to<bf16>(v));
 }
 
-// What it stores leaves the caches first, because nobody reads it again soon. 16 bytes at most.
+// A store of at most 16 bytes for data that is not read again soon: it is evicted from the caches
+// first.
 template <class X, int N>
 __device__ inline void store_streaming(X* p, const Vec<float, N>& v) {
-    using Word = WordOf<N * sizeof(X)>;
+    using Word = typename Words<X, N>::Word;
+    static_assert(Words<X, N>::kCount == 1);
     const Vec<X, N> rounded = round_to<X>(v);
     Word word;
     memcpy(&word, &rounded, sizeof word);
     __stcs(reinterpret_cast<Word*>(p), word);
 }
 
-// May rows of `row` elements starting at these pointers be read 16 bytes at a time?
+// Can rows of `row` elements that start at these pointers be read 16 bytes at a time? Null pointers
+// count as aligned.
 template <class X, class... P>
 bool vectorises(size_t row, const P*... pointers) {
     return row % kVec<X> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// Every lane gets the result, with the same bits.
+// Reductions over a warp. Every lane gets the result, with the same bits.
 template <class T>
 __device__ inline T warp_sum(T x) {
     for (int offset = kWarp / 2; offset > 0; offset /= 2)
         x += __shfl_xor_sync(kFullMask, x, offset);
     return x;
 }
+
 __device__ inline float warp_max(float x) {
     for (int offset = kWarp / 2; offset > 0; offset /= 2)
         x = fmaxf(x, __shfl_xor_sync(kFullMask, x, offset));

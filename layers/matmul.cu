@@ -175,7 +175,7 @@ template <class X, int V>
 __global__ void __launch_bounds__(kColumnThreads)
     bias_backward_kernel(float* __restrict__ partials, const X* __restrict__ dout, size_t N, int OC,
                          int stride) {
-    column_sums<V, 4>(partials, N, OC, [=](size_t row, int c, float (&sum)[V]) {
+    column_sums<V, 4>(partials, N, OC, [=](size_t row, int c, float(&sum)[V]) {
         const auto dy = load<V>(dout + row * stride + c);
         for (int i = 0; i < V; i++)
             sum[i] += dy[i];
@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kColumnThreads)
 
 // out[c] = Σ_r x[r]·weight[r·C + c]. A block owns 32 columns.
 template <class X>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(kRowSumThreads)
     row_times_matrix_kernel(float* __restrict__ out, const float* __restrict__ x,
                             const X* __restrict__ weight, int C) {
     const int c = blockIdx.x * kWarp + threadIdx.x % kWarp;
-    const float sum = sum_of_warps(
+    const float sum = sum_over_rows(
         c < C ? C : 0, [=](int r) { return x[r] * to_float(weight[size_t(r) * C + c]); });
     if (threadIdx.x < kWarp && c < C)
         out[c] = sum;
@@ -270,8 +270,8 @@ template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv,
                        const float* dprojb, const X* projw, size_t N, int C) {
     check_sizes(C, 3 * C);
-    row_times_matrix_kernel<<<ceil_div(C, kWarp), 1024, 0, dev.stream>>>(dqkvb + 2 * C, dprojb,
-                                                                         projw, C);
+    row_times_matrix_kernel<<<ceil_div(C, kWarp), kRowSumThreads, 0, dev.stream>>>(
+        dqkvb + 2 * C, dprojb, projw, C);
     LAUNCH_CHECK("row_times_matrix_kernel");
     if (N == 0)
         return;

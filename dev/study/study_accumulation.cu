@@ -99,11 +99,15 @@ __device__ __forceinline__ __half2 exp2_of(const __half2& x) {
     return bits<__half2>(exp2_approx_f16x2(bits<uint32_t>(x)));
 }
 
-// c[0] and c[1] (16 × 8) += a b, summed in c's type.
-template <class C>
-__device__ __forceinline__ void mma(C* c, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+// c[0] and c[1] (16 × 8) += a b, with accumulators in fp32 or in fp16.
+__device__ __forceinline__ void mma(float (*c)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     mma_m16n8k16_f16(c[0], a, b[0], b[1]);
     mma_m16n8k16_f16(c[1], a, b[2], b[3]);
+}
+__device__ __forceinline__ void mma(uint32_t (*c)[2], const uint32_t (&a)[4],
+                                    const uint32_t (&b)[4]) {
+    mma_m16n8k16_f16_acc16(c[0], a, b[0], b[1]);
+    mma_m16n8k16_f16_acc16(c[1], a, b[2], b[3]);
 }
 
 // -------------------------------------------------------------------------------------------------
