@@ -4,11 +4,12 @@
 //   forward    out = f(inp)
 //   backward   dinp = dout∘f'(inp),   dinp_sum += Σ_rows dinp,   and out = f(inp) if it is wanted
 //
-// The kernels are bound by memory, with 2 streams forward and 3 or 4 backward. Backward also
-// computes what would otherwise take another pass over dinp or inp: the sum of dinp over rows and,
-// for a caller that did not keep it, f(inp).
+// The kernels are memory-bound, with 2 streams forward and 3 or 4 backward. Backward also computes
+// what would otherwise take another pass over dinp or inp: the sum of dinp over rows and, for a
+// caller that did not keep it, f(inp).
 //
-// Writes every element of out and dinp, and adds into dinp_sum.  Limits: any size and alignment.
+// Writes: out and dinp, every element.  Adds into: dinp_sum.
+// Limits: any size and alignment.
 #include "cuda/activation.cuh"
 #include "cuda/partials.cuh"
 #include "cuda/vector.cuh"
@@ -24,6 +25,7 @@ __global__ void __launch_bounds__(kThreads)
     const size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
     if (i >= n)
         return;
+
     const auto x = load<V>(inp + i);
     Vec<float, V> y;
     for (int k = 0; k < V; k++)
@@ -35,9 +37,11 @@ template <class X, int V, bool Recompute>
 __global__ void __launch_bounds__(kColumnThreads)
     activation_backward_kernel(X* dinp, float* __restrict__ partials, X* __restrict__ out,
                                const X* __restrict__ inp, const X* dout, size_t N, int C) {
-    column_sums<V, 2>(partials, N, C, [=](size_t row, int c, float (&sum)[V]) {
-        const auto x = load<V>(inp + row * C + c);
-        const auto dy = load<V>(dout + row * C + c);
+    column_sums<V, 2>(partials, N, C, [=](size_t row, int c, float(&sum)[V]) {
+        const size_t at = row * C + c;
+        const auto x = load<V>(inp + at);
+        const auto dy = load<V>(dout + at);
+
         Vec<float, V> y;
         Vec<float, V> dx;
         for (int k = 0; k < V; k++) {
@@ -45,10 +49,11 @@ __global__ void __launch_bounds__(kColumnThreads)
             y.x[k] = f.value();
             dx.x[k] = dy[k] * f.derivative();
         }
+
         const Vec<X, V> stored = round_to<X>(dx);
-        store(dinp + row * C + c, stored);
+        store(dinp + at, stored);
         if constexpr (Recompute)
-            store(out + row * C + c, y);
+            store(out + at, y);
         for (int k = 0; k < V; k++)
             sum[k] += stored[k];
     });
@@ -62,12 +67,12 @@ template <class X>
 void activation_forward(const Cuda& dev, X* out, const X* inp, size_t n) {
     if (n == 0)
         return;
-    if (vectorises<X>(n, out, inp))
-        activation_forward_kernel<X, kVec<X>>
-            <<<ceil_div(n, kThreads * kVec<X>), kThreads, 0, dev.stream>>>(out, inp, n);
-    else
-        activation_forward_kernel<X, 1>
-            <<<ceil_div(n, kThreads), kThreads, 0, dev.stream>>>(out, inp, n);
+
+    const bool vector = vectorises<X>(n, out, inp);
+    const int V = vector ? kVec<X> : 1;
+    const auto kernel =
+        vector ? activation_forward_kernel<X, kVec<X>> : activation_forward_kernel<X, 1>;
+    kernel<<<ceil_div(n, kThreads * V), kThreads, 0, dev.stream>>>(out, inp, n);
     LAUNCH_CHECK("activation_forward_kernel");
 }
 
@@ -76,14 +81,17 @@ void activation_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void
                          const X* inp, const X* dout, size_t N, int C) {
     if (N == 0)
         return;
-    const bool vector = vectorises<X>(C, dinp, inp, dout, out ? out : inp);
+
+    const bool vector = vectorises<X>(C, dinp, inp, dout, out);
+    const int V = vector ? kVec<X> : 1;
     auto kernel =
         out ? activation_backward_kernel<X, 1, true> : activation_backward_kernel<X, 1, false>;
     if (vector)
         kernel = out ? activation_backward_kernel<X, kVec<X>, true>
                      : activation_backward_kernel<X, kVec<X>, false>;
+
     const int slices = column_sum_slices(dev, C, N);
-    const dim3 grid(ceil_div(C, kWarp * (vector ? kVec<X> : 1)), slices);
+    const dim3 grid(ceil_div(C, kWarp * V), slices);
     float* partials = static_cast<float*>(scratch);
     kernel<<<grid, kColumnThreads, 0, dev.stream>>>(dinp, partials, out, inp, dout, N, C);
     LAUNCH_CHECK("activation_backward_kernel");

@@ -1,11 +1,12 @@
-// Reductions over a whole array, to its sum, the global norm of the gradient, a count of broken
-// values or a checksum.
+// Reductions over a whole array: its sum, its norm, how many elements are not finite, and a
+// checksum.
 //
-//   reduce_sum:  scale·Σ x      global_norm:  √Σ x²
+//   reduce_sum    out[0] = scale·Σ x
+//   global_norm   out[0] = √Σ x²
 //
-// Two stages add in a fixed order. First each block sums its share of x, then one warp adds the
-// blocks' sums in double. The grid depends on the GPU alone, so the same input gives the same bits
-// on every run. The kernels are bound by memory, with one read of x.
+// These two add in a fixed order and in two stages: each block sums its share of x, then one warp
+// adds the blocks' sums in double. The grid depends only on the GPU, so the same input gives the
+// same bits on every run. The kernels are memory-bound and read x once.
 //
 // Writes: out[0].  Limits: any n and alignment.
 #include "common/random.h"
@@ -21,6 +22,7 @@ int reduce_blocks(const Cuda& dev) {
     return dev.num_sms * kBlocksPerSM;
 }
 
+// Stage 1.
 template <int V, bool Square>
 __global__ void __launch_bounds__(kThreads)
     partial_sums_kernel(float* partials, const float* __restrict__ x, size_t n) {
@@ -33,12 +35,13 @@ __global__ void __launch_bounds__(kThreads)
         for (int k = 0; k < V; k++)
             sum += Square ? v[k] * v[k] : v[k];
     }
+
     sum = block_sum(sum);
     if (threadIdx.x == 0)
         partials[blockIdx.x] = sum;
 }
 
-// One warp needs no barrier. Lane i adds partial sums i, i+32, …
+// Stage 2, by a single warp, which needs no barrier. Lane i adds partial sums i, i + 32, …
 __global__ void __launch_bounds__(kWarp)
     final_sum_kernel(float* out, const float* partials, int count, float scale, bool root) {
     double sum = 0.0;
@@ -57,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
          i += size_t{gridDim.x} * kThreads)
         found += !isfinite(to_float(x[i]));
     if (found)
-        atomicAdd(count, found);  // these are integers, so any order gives the same count
+        atomicAdd(count, found);  // of integers: any order gives the same count
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -67,6 +70,7 @@ __global__ void __launch_bounds__(kThreads)
          i += size_t{gridDim.x} * kThreads)
         if (words[i])
             part += mix64((i + 1) * kGolden + words[i]);
+
     part = warp_sum(part);
     if (threadIdx.x % kWarp == 0)
         atomicAdd(sum, part);
@@ -83,6 +87,7 @@ static void reduce(const Cuda& dev, float* out, void* scratch, const float* x, f
     const int blocks = reduce_blocks(dev);
     const auto kernel = vectorises<float>(n, x) ? partial_sums_kernel<kVec<float>, Square>
                                                 : partial_sums_kernel<1, Square>;
+
     kernel<<<blocks, kThreads, 0, dev.stream>>>(partials, x, n);
     LAUNCH_CHECK("partial_sums_kernel");
     final_sum_kernel<<<1, kWarp, 0, dev.stream>>>(out, partials, blocks, scale, Square);
@@ -101,26 +106,27 @@ void global_norm(const Cuda& dev, float* out, void* scratch, const float* x, siz
     reduce<true>(dev, out, scratch, x, 1.f, n);
 }
 
-// Launches a kernel that adds to a counter in `scratch`, and returns the count.
+// Launches a kernel whose blocks add to a total in `scratch`, and returns the total.
 template <class Kernel, class T>
-static unsigned long long count_with(Kernel kernel, const Cuda& dev, void* scratch, const T* x,
-                                     size_t n) {
-    unsigned long long* counter = static_cast<unsigned long long*>(scratch);
-    unsigned long long count = 0;
-    dev.zero(counter, sizeof *counter);
-    kernel<<<reduce_blocks(dev), kThreads, 0, dev.stream>>>(counter, x, n);
-    LAUNCH_CHECK("a kernel that counts");
-    dev.download(&count, counter, sizeof count);
-    return count;
+static unsigned long long total_of(Kernel kernel, const Cuda& dev, void* scratch, const T* x,
+                                   size_t n) {
+    auto* device_total = static_cast<unsigned long long*>(scratch);
+    dev.zero(device_total, sizeof *device_total);
+    kernel<<<reduce_blocks(dev), kThreads, 0, dev.stream>>>(device_total, x, n);
+    LAUNCH_CHECK("count_nonfinite_kernel or checksum_kernel");
+
+    unsigned long long total = 0;
+    dev.download(&total, device_total, sizeof total);
+    return total;
 }
 
 template <class X>
 size_t count_nonfinite(const Cuda& dev, void* scratch, const X* x, size_t n) {
-    return count_with(count_nonfinite_kernel<X>, dev, scratch, x, n);
+    return total_of(count_nonfinite_kernel<X>, dev, scratch, x, n);
 }
 
 uint64_t checksum(const Cuda& dev, void* scratch, const void* x, size_t bytes) {
-    return count_with(checksum_kernel, dev, scratch, static_cast<const uint32_t*>(x), bytes / 4);
+    return total_of(checksum_kernel, dev, scratch, static_cast<const uint32_t*>(x), bytes / 4);
 }
 
 template size_t count_nonfinite(const Cuda&, void*, const float*, size_t);

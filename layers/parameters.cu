@@ -1,14 +1,14 @@
-// What a model's parameters start from: random numbers, or those of a file of another type.
+// Initial values of a model's parameters: random numbers, or numbers of another type from a file.
 //
 //   init_normal:  x[i]   = mean + σ·z(seed, first + i),  z ~ N(0, 1)
 //   convert:      out[i] = To(in[i])
 //
 // z is computed from its index alone (common/random.h), so that every rank can fill just its own
-// part, and in double, so that the logarithm and the cosine of every machine round to the same
-// float, up to one unit in the last place. One thread takes one element; a model of 1.6 billion
-// parameters is filled in a fraction of a second.
+// part. It is computed in double, so that on every machine the logarithm and the cosine round to
+// the same float, up to one unit in the last place. A model of 1.6 billion parameters is filled in
+// a fraction of a second.
 //
-// Writes: every element.  Limits: any n and alignment.
+// Writes: x and out, every element.  Limits: any n and alignment.
 #include "common/random.h"
 #include "cuda/vector.cuh"
 #include "layers/layers.h"
