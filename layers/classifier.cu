@@ -5,15 +5,15 @@
 //   loss  = m + log l − x[target]
 //   dx[v] = dloss·(e^{x[v]−m}/l − [v = target])
 //
-// classifier_kernel does this to logits that are there, one block per row. Pass 1 reads the row
-// once and computes m and l together, online as in flash attention. When a thread meets a larger x
+// classifier_kernel does this to logits that are in memory, one block per row. Pass 1 reads the row
+// once and computes m and l together, online as in flash attention: when a thread meets a larger x,
 // it rescales its sum. Pass 2 reads the row again, mostly from the caches, because 50304 logits are
-// 100 or 200 KB, and overwrites it with the gradient. It is bound by memory, one read and one write
+// only 100 or 200 KB, and overwrites it with the gradient. So it is bound by one read and one write
 // of the logits.
 //
-// For bf16 on sm_90 cross_entropy passes over no logits. Their product's epilogue (layers/sm90)
-// writes exponentials instead, for which m must be known before. So m is the target's own logit c,
-// a product of two rows:
+// For bf16 on sm_90, cross_entropy makes no pass over logits at all: the epilogue of their matmul
+// (layers/sm90) writes exponentials instead. For that, the number to subtract must be known before
+// the product. We take the target's own logit c, which is a product of just two rows:
 //
 //   e[v]  = e^{x[v]−c}
 //   s     = Σ_{v≠target} e[v]
@@ -21,14 +21,14 @@
 //   scale = dloss/(1 + s)
 //   dx    = scale·e
 //
-// Here e[target] is −s, so that nothing cancels where s is small. dx is not written. Its consumers
-// are the products dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so rows_kernel scales
-// the rows of inp, and scale_kernel those of the second product. bf16's exponents are as wide as
-// fp32's. Where s reaches 2⁴⁰, a loss above 27.7 nats, or is no number, rows_kernel computes the
-// row again with its largest logit for c.
+// Here e[target] is set to −s, so that nothing cancels where s is small. dx itself is never
+// written. Only two products use it, dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so
+// rows_kernel scales the rows of inp, and scale_kernel the rows of the second product. e fits into
+// bf16, whose range is that of fp32. But where s reaches 2⁴⁰ (a loss above 27.7 nats) or is NaN,
+// rows_kernel recomputes the row with its largest logit as c.
 //
-// Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  Limits: any 1 ≤ V ≤
-// Vp.
+// Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).
+// Limits: 1 ≤ V ≤ Vp.
 #include <cfloat>
 
 #include "cuda/vector.cuh"
@@ -38,27 +38,32 @@
 namespace {
 
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr int kThreads = 1024;  // a row of 50304 is up to 7 (bf16) or 13 (fp32) vectors a thread
+constexpr int kThreads = 1024;  // 50304 logits are up to 7 (bf16) or 13 (fp32) vectors per thread
 
-// The m and l of the columns that a thread sees. In units of log 2, as m and the exponents are, an
-// exponential is one fma and one ex2. That m is rounded does no harm, because every exponent and
-// the loss use the same number. It starts finite, because −∞ − −∞ would be NaN.
+// The running m and l of the columns that a thread has seen. m and the exponents are in units of
+// log 2, so that an exponential is one fma and one ex2. It does no harm that m is rounded, because
+// every exponent and the loss use the same m. It starts finite, because −∞ − −∞ would be NaN.
 struct Softmax {
-    float m = -FLT_MAX, l = 0.f;
+    float m = -FLT_MAX;
+    float l = 0.f;
+
     __device__ float loss(float x_target) const {
         return kLn2 * (log2f(l) - fmaf(x_target, kLog2e, -m));
     }
 };
+
+// Pass 1 over this thread's columns of a row.
 template <int V, class X>
 __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab) {
     Softmax s;
-    const int whole = vocab / V * V;
+    const int whole = vocab / V * V;  // columns in whole vectors
     for (int c = threadIdx.x * V; c < whole; c += kThreads * V) {
         const auto v = load<V>(x + c);
         float largest = v[0];
         for (int i = 1; i < V; i++)
             largest = fmaxf(largest, v[i]);
         largest *= kLog2e;
+
         if (largest > s.m) {
             s.l *= exp2_approx(s.m - largest);
             s.m = largest;
@@ -66,7 +71,7 @@ __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab) {
         for (int i = 0; i < V; i++)
             s.l += exp2_approx(fmaf(v[i], kLog2e, -s.m));
     }
-    if (whole + threadIdx.x < vocab) {  // the last V − 1 columns at most
+    if (whole + threadIdx.x < vocab) {  // at most V − 1 columns are left
         const float last = to_float(x[whole + threadIdx.x]);
         const float largest = fmaxf(s.m, last * kLog2e);
         s.l = s.l * exp2_approx(s.m - largest) + exp2_approx(fmaf(last, kLog2e, -largest));
@@ -86,7 +91,8 @@ __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, flo
     } else {
         for (int i = 0; i < V; i++) {
             const float p = exp2_approx(fmaf(x[i], kLog2e, -m)) * scale;
-            dx.x[i] = c + i >= vocab ? 0.f : c + i == target ? p - dloss : p;
+            const float at_target = p - dloss;
+            dx.x[i] = c + i >= vocab ? 0.f : (c + i == target ? at_target : p);
         }
     }
     return dx;
@@ -102,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
     X* x = logits + row * padded;
     const int target = targets[row];
     const bool valid = target >= 0 && target < vocab;
-    const float x_target = valid ? to_float(x[target]) : NAN;  // before anyone overwrites it
+    const float x_target = valid ? to_float(x[target]) : NAN;  // before pass 2 overwrites it
 
     Softmax s = softmax_of_columns<V>(x, vocab);
     const float m = block_max(s.m);
@@ -112,12 +118,12 @@ __global__ void __launch_bounds__(kThreads)
     if (dloss == 0.f)
         return;
 
-    // Pass 2 starts at the end, because what was read last is the likeliest to be in the caches
-    // still. Streaming stores keep the gradient from pushing out what other blocks have yet to read
-    // again.
+    // Pass 2 starts at the end, because what was read last is most likely still in the caches.
+    // Streaming stores keep the gradient from evicting what other blocks have yet to read again.
     const float scale = valid ? dloss / s.l : NAN;
     const int vectors = padded / V;
-    for (int j = (vectors - 1) / kThreads * kThreads + threadIdx.x; j >= 0; j -= kThreads) {
+    const int last_round = (vectors - 1) / kThreads * kThreads;
+    for (int j = last_round + threadIdx.x; j >= 0; j -= kThreads) {
         if (j >= vectors)
             continue;
         const int c = j * V;
@@ -127,17 +133,25 @@ __global__ void __launch_bounds__(kThreads)
 
 // -------------------------------------------------------------------------------------------------
 
-constexpr int kRowsWarps = 8;  // of a block, a row each
-constexpr float kLargestSum = 1ull << 40;
+constexpr int kRowsWarps = 8;              // warps per block, one row each
+constexpr float kLargestSum = 1ull << 40;  // of s, with the target's logit as c
 
+// The matmul that makes the logits, and its targets.
 struct Head {
-    const bf16 *inp, *weight;
+    const bf16* inp;
+    const bf16* weight;
     const int* targets;
-    int N, C, V, Vp;
+    int N;
+    int C;
+    int V;
+    int Vp;
+
     __device__ bool valid(int row) const { return targets[row] >= 0 && targets[row] < V; }
-    __device__ __forceinline__ float logit(int row, int v) const {  // by a warp, in units of log 2
+
+    // One logit in units of log 2, computed by a warp. All lanes get it.
+    __device__ __forceinline__ float logit(int row, int v) const {
         float sum = 0.f;
-        for (int c = threadIdx.x % kWarp * 8; c < C; c += kWarp * 8) {
+        for (int c = (threadIdx.x % kWarp) * 8; c < C; c += kWarp * 8) {
             const auto x = load<8>(inp + size_t(row) * C + c);
             const auto y = load<8>(weight + size_t(v) * C + c);
             for (int i = 0; i < 8; i++)
@@ -147,18 +161,19 @@ struct Head {
     }
 };
 
-// shifts[n] is the target's logit.
+// Writes shifts[n] = c, the logit of row n's target.
 __global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts, Head h) {
     const int row = blockIdx.x * kRowsWarps + threadIdx.x / kWarp;
     if (row >= h.N)
         return;
+
     const float x = h.valid(row) ? h.logit(row, h.targets[row]) : NAN;
     if (threadIdx.x % kWarp == 0)
         shifts[row] = x;
 }
 
-// Finishes the rows of e, whose sums over tiles of columns are (tiles, N). Writes losses, and if
-// dloss != 0 scales and scaled = scale·inp too.
+// Finishes the rows of e. sums (tiles, N) are their sums over tiles of kSm90Columns columns. Writes
+// losses and, if dloss != 0, e[target], scales and scaled = scale·inp.
 __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     rows_kernel(bf16* e, bf16* scaled, float* scales, float* losses, const float* __restrict__ sums,
                 const float* __restrict__ shifts, Head h, float dloss) {
@@ -166,29 +181,34 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     const int warp = threadIdx.x / kWarp;
     const int first = blockIdx.x * kRowsWarps;
     const int row = first + warp;
-    // s, the target's own exponential, and how far c is above the target's logit, in units of log 2
-    float sum = 0.f;
-    float at_target = 1.f;
-    float above = 0.f;
+
+    float sum = 0.f;        // s
+    float at_target = 1.f;  // e^{x[target]−c}
+    float above = 0.f;      // c − x[target], in units of log 2
     if (row < h.N) {
         for (int t = lane; t * kSm90Columns < h.Vp; t += kWarp)
             sum += sums[size_t(t) * h.N + row];
         sum = isfinite(shifts[row]) ? warp_sum(sum) : NAN;
     }
 
-    // The whole block computes a row again, each warp some of its logits.
-    __shared__ bool again_smem[kRowsWarps];
-    if (lane == 0)
-        again_smem[warp] = row < h.N && isfinite(shifts[row]) && !(sum < kLargestSum);
+    // Which warps' rows need another c. All warps of the block recompute such a row together, each
+    // some of its logits.
+    __shared__ bool recompute_smem[kRowsWarps];
+    if (lane == 0) {
+        const bool too_large = !(sum < kLargestSum);  // or NaN
+        recompute_smem[warp] = row < h.N && isfinite(shifts[row]) && too_large;
+    }
     __syncthreads();
     for (int w = 0; w < kRowsWarps; w++) {
-        if (!again_smem[w])
+        if (!recompute_smem[w])
             continue;
+
         float largest = -INFINITY;
         float others = 0.f;
         for (int v = warp; v < h.V; v += kRowsWarps)
             largest = fmaxf(largest, h.logit(first + w, v));
         largest = block_max(largest);
+
         for (int v = warp; v < h.V; v += kRowsWarps) {
             const float x = exp2_approx(h.logit(first + w, v) - largest);
             if (lane > 0 || v == h.targets[first + w])
@@ -198,6 +218,7 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
                 e[size_t(first + w) * h.Vp + v] = __float2bfloat16_rn(x);
         }
         others = block_sum(others);
+
         if (warp == w) {
             sum = others;
             above = largest - shifts[row];
@@ -211,14 +232,17 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
         losses[row] = log1pf(sum + (at_target - 1.f)) + kLn2 * above;
     if (dloss == 0.f)
         return;
-    // e[target] is rounded. The scale makes up for that, so that dx[target] is exact.
+
+    // e[target] = −s is rounded to bf16. The scale makes up for that, so that dx[target] is exact.
     const float rounded = to_float(__float2bfloat16_rn(sum));
-    const float scale = dloss / (sum + at_target) * (rounded != 0.f ? sum / rounded : 1.f);
+    const float correction = rounded != 0.f ? sum / rounded : 1.f;
+    const float scale = dloss / (sum + at_target) * correction;
     if (lane == 0) {
         scales[row] = scale;
         if (h.valid(row))
             e[size_t(row) * h.Vp + h.targets[row]] = __float2bfloat16_rn(-sum);
     }
+
     for (int c = lane * 8; c < h.C; c += kWarp * 8) {
         const size_t at = size_t(row) * h.C + c;
         const auto x = load<8>(h.inp + at);
@@ -229,32 +253,50 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     }
 }
 
-// out = scale·x, row by row.
-__global__ void __launch_bounds__(256)
+constexpr int kScaleThreads = 256;
+constexpr int kScaleVec = 8;  // elements per thread
+
+// out = scale of the row · x
+__global__ void __launch_bounds__(kScaleThreads)
     scale_kernel(bf16* out, const float* __restrict__ x, const float* __restrict__ scales, size_t n,
                  int C) {
-    const size_t i = (blockIdx.x * size_t{256} + threadIdx.x) * 8;
+    const size_t i = (blockIdx.x * size_t{kScaleThreads} + threadIdx.x) * kScaleVec;
     if (i >= n)
         return;
-    auto y = load<8>(x + i);
+
+    auto y = load<kScaleVec>(x + i);
     const float scale = scales[i / C];
     for (float& value : y.x)
         value *= scale;
     store(out + i, y);
 }
 
-// Is there a product whose epilogue writes exponentials?
+// Can the logits' matmul write exponentials in its epilogue?
 template <class X>
 bool fused(const Cuda& dev, int C, int Vp) {
     return std::is_same_v<X, bf16> && dev.sm90a && C % 64 == 0 && Vp % kVec<bf16> == 0;
 }
-// Its scratch, in which cross_entropy leaves scaled and scales for cross_entropy_backward.
+
+// The scratch of the fused form. cross_entropy leaves `scaled` and `scales` there for
+// cross_entropy_backward, and backward alone uses `product`.
 struct Scratch {
-    float* product;  // (N,C), not scaled yet
-    size_t N, C;
-    bf16* scaled = reinterpret_cast<bf16*>(product + N * C);  // (N,C)
-    float *scales = reinterpret_cast<float*>(scaled + N * C), *shifts = scales + N,
-          *sums = shifts + N;
+    float* product;  // (N,C)      dinp before it is scaled
+    bf16* scaled;    // (N,C)      scale·inp
+    float* scales;   // (N)
+    float* shifts;   // (N)        c, in units of log 2
+    float* sums;     // (tiles,N)  partial sums of e
+
+    Scratch(void* memory, size_t N, int C)
+        : product(static_cast<float*>(memory)),
+          scaled(reinterpret_cast<bf16*>(product + N * C)),
+          scales(reinterpret_cast<float*>(scaled + N * C)),
+          shifts(scales + N),
+          sums(shifts + N) {}
+
+    static size_t bytes(size_t N, int C, int Vp) {
+        const size_t tiles = ceil_div(Vp, kSm90Columns);
+        return N * C * (sizeof(float) + sizeof(bf16)) + N * (2 + tiles) * sizeof(float);
+    }
 };
 
 }  // namespace
@@ -268,9 +310,11 @@ void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, f
         throw Error(format("classifier: V = %d, expected 1..Vp = %d", V, Vp));
     if (N == 0)
         return;
+
     const auto kernel =
         vectorises<X>(Vp, logits) ? classifier_kernel<X, kVec<X>> : classifier_kernel<X, 1>;
-    kernel<<<ceil_div(N, 1), kThreads, 0, dev.stream>>>(logits, losses, targets, dloss, V, Vp);
+    const unsigned blocks = static_cast<unsigned>(N);
+    kernel<<<blocks, kThreads, 0, dev.stream>>>(logits, losses, targets, dloss, V, Vp);
     LAUNCH_CHECK("classifier_kernel");
 }
 
@@ -280,7 +324,7 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
                    int Vp) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (N > 0 && fused<X>(dev, C, Vp)) {
-            const Scratch s = {.product = static_cast<float*>(scratch), .N = N, .C = size_t(C)};
+            const Scratch s(scratch, N, C);
             const Head head = {.inp = inp,
                                .weight = weight,
                                .targets = targets,
@@ -290,8 +334,10 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
                                .Vp = Vp};
             const unsigned blocks = ceil_div(N, kRowsWarps);
             const unsigned threads = kRowsWarps * kWarp;
+
             shifts_kernel<<<blocks, threads, 0, dev.stream>>>(s.shifts, head);
             LAUNCH_CHECK("shifts_kernel");
+
             matmul_sm90_exponentials(dev, {.N = N, .K = C, .OC = Vp},
                                      {.out = dloss != 0.f ? dlogits : nullptr,
                                       .sums = s.sums,
@@ -300,6 +346,7 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
                                       .shifts = s.shifts,
                                       .targets = targets,
                                       .V = V});
+
             rows_kernel<<<blocks, threads, 0, dev.stream>>>(dlogits, s.scaled, s.scales, losses,
                                                             s.sums, s.shifts, head, dloss);
             LAUNCH_CHECK("rows_kernel");
@@ -316,13 +363,14 @@ void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scra
                             int Vp, bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (N > 0 && fused<X>(dev, C, Vp)) {
-            const Scratch s = {.product = static_cast<float*>(scratch), .N = N, .C = size_t(C)};
+            const Scratch s(scratch, N, C);
             matmul_backward<X, float>(dev, dinp ? s.product : nullptr, dweight, dlogits, s.scaled,
                                       weight, N, C, Vp, accumulate);
             if (!dinp)
                 return;
-            scale_kernel<<<ceil_div(N * C, 256 * 8), 256, 0, dev.stream>>>(dinp, s.product,
-                                                                           s.scales, N * C, C);
+            const unsigned blocks = ceil_div(N * C, kScaleThreads * kScaleVec);
+            scale_kernel<<<blocks, kScaleThreads, 0, dev.stream>>>(dinp, s.product, s.scales, N * C,
+                                                                   C);
             LAUNCH_CHECK("scale_kernel");
             return;
         }
@@ -332,10 +380,7 @@ void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scra
 
 template <class X>
 size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp) {
-    if (!fused<X>(dev, C, Vp))
-        return 0;
-    return N * C * (sizeof(float) + sizeof(bf16)) +
-           N * (2 + ceil_div(Vp, kSm90Columns)) * sizeof(float);
+    return fused<X>(dev, C, Vp) ? Scratch::bytes(N, C, Vp) : 0;
 }
 
 #define INSTANTIATE(X)                                                                          \

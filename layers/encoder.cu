@@ -1,27 +1,29 @@
 // Encoder: token and position embeddings.
 //
 //   out[b,t] = wte[token[b,t]] + wpe[p(t)]
-//   dwte[v] += Σ_{(b,t): token[b,t] = v} dout[b,t];   dwpe[p(t)] += Σ_b dout[b,t]
+//   dwte[v]    += Σ_{(b,t): token[b,t] = v} dout[b,t]
+//   dwpe[p(t)] += Σ_b dout[b,t]
 //
 // p(t) = t, except on a rank that has only some of a sequence's tokens.
 //
-// Atomics would scatter into dwte in a different order on every run, and a common token would make
-// thousands of blocks queue for one row. Instead the host, which knows the batch before the GPU
-// does, sorts positions by token. It cuts them into chunks of at most kEncoderChunk positions of
-// one token:
+// With atomics, the sums in dwte would be added in a different order on every run, and thousands of
+// blocks would queue for the row of a common token. Instead the host, which knows the batch before
+// the GPU does, sorts the positions by token. It cuts them into chunks of at most kEncoderChunk
+// positions of one token:
 //
 //   order    3 9 | 0 1 4 7 … (32 positions) | 12 13 … (11 positions) | 2 | …
 //   token     17 |           262            |          262           | 40 |
 //
-// In pass 1 a block sums the rows of a chunk. It adds a token's only chunk to dwte at once, and
-// leaves other chunks as fp32 rows in scratch. Pass 2 adds those rows, in order, for each token
-// that has several. So the sums have a fixed order, and a block's work is bounded however skewed
-// the batch is.
+// In pass 1 each block sums the rows of a chunk. If that is the token's only chunk, the sum is
+// added to dwte at once; otherwise it is stored as an fp32 row in scratch. Pass 2 adds those rows,
+// in order, for each token that has several. So the sums have a fixed order, and the work of a
+// block is bounded however skewed the batch is.
 //
 // The launches depend on N alone, so that they can be captured in a CUDA graph. The kernels are
-// bound by memory. Backward reads dout twice, once for wte and once for wpe.
+// memory-bound. Backward reads dout twice, once for wte and once for wpe.
 //
-// Limits: any C, and B·T fits an int.
+// Writes: out.  Adds into: dwte, dwpe.
+// Limits: any C; B·T must fit in an int.
 #include <algorithm>
 #include <vector>
 
@@ -32,27 +34,27 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-// of the kernel that walks over chunks, about as many as its registers allow
-constexpr int kBlocksPerSM = 6;
+constexpr int kBlocksPerSM = 6;  // of pass 1: about as many as its registers allow
 
-// Where the parts of a plan begin, in ints. A token with n > kEncoderChunk positions has
-// ⌈n/kEncoderChunk⌉ chunks. That is most, relative to n, for n = kEncoderChunk + 1, which has two
-// chunks. The bounds below follow.
+// A plan is what the host works out for a batch, as plain ints, so that it travels with the tokens.
+// This is where its parts start. A "multi" is a token with several chunks. A token with n >
+// kEncoderChunk positions has ⌈n/kEncoderChunk⌉ chunks; relative to n that is most for n =
+// kEncoderChunk + 1, which makes two chunks. The bounds below follow from this.
 struct PlanLayout {
     size_t max_chunks;
     size_t max_multis;
     size_t max_partials;
     size_t order;  // (N)           positions, sorted by token
     size_t begin;  // (chunks + 1)  chunk c is order[begin[c] .. begin[c + 1])
-    size_t dest;   // (chunks)      the token whose only chunk it is, or row_in_scratch()
-    size_t multi;  // (multis, 3)   of a token with several chunks: a Multi
-    size_t ints;
+    size_t dest;   // (chunks)      where the chunk's sum is added: a token, or row_in_scratch()
+    size_t multi;  // (multis, 3)   a Multi
+    size_t ints;   // of the whole plan
 
     explicit PlanLayout(size_t N)
         : max_chunks(N),
           max_multis(N / (kEncoderChunk + 1)),
           max_partials(2 * N / (kEncoderChunk + 1)) {
-        order = 2;  // behind the numbers of chunks and multis
+        order = 2;  // after the numbers of chunks and of multis
         begin = order + N;
         dest = begin + max_chunks + 1;
         multi = dest + max_chunks;
@@ -60,13 +62,13 @@ struct PlanLayout {
     }
 };
 
-// The dest of a chunk whose sum goes to row x of scratch, because its token has several chunks. The
-// row of such a dest, too.
+// The dest of a chunk whose sum is stored in row x of scratch, because its token has several
+// chunks. It is negative, unlike a token, and the function is its own inverse.
 __host__ __device__ inline int row_in_scratch(int x) {
     return -1 - x;
 }
 
-// A plan, by the names of its parts. Kernels only read it: their Int is const.
+// A view of a plan that gives its parts names. Kernels only read it, so their Int is const int.
 template <class Int>
 struct EncoderPlan {
     struct Multi {
@@ -84,7 +86,7 @@ struct EncoderPlan {
     __host__ __device__ Int& begin(int chunk) const { return ints[at.begin + chunk]; }
     __host__ __device__ Int& end(int chunk) const { return ints[at.begin + chunk + 1]; }
     __host__ __device__ Int& dest(int chunk) const { return ints[at.dest + chunk]; }
-    __host__ __device__ Int* positions(int chunk) const {  // from begin to end in order
+    __host__ __device__ Int* positions(int chunk) const {  // end − begin of them
         return ints + at.order + ints[at.begin + chunk];
     }
     __host__ __device__ Multi multi(int m) const {
@@ -93,7 +95,7 @@ struct EncoderPlan {
     }
 };
 
-// A warp per row.
+// One warp per row.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     encoder_forward_kernel(X* __restrict__ out, const int* __restrict__ tokens,
@@ -102,9 +104,10 @@ __global__ void __launch_bounds__(kThreads)
     const size_t row = size_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
     if (row >= N)
         return;
+
     const X* token = wte + size_t(tokens[row]) * C;
     const X* position = wpe + size_t(positions.of(row % T)) * C;
-    for (int c = threadIdx.x % kWarp * V; c < C; c += kWarp * V) {
+    for (int c = (threadIdx.x % kWarp) * V; c < C; c += kWarp * V) {
         const auto x = load<V>(token + c);
         const auto y = load<V>(position + c);
         Vec<float, V> sum;
@@ -129,14 +132,15 @@ __global__ void __launch_bounds__(kThreads)
         for (int k = 0; k < V; k++)
             sum.x[k] += dy[k];
     }
-    float* to = dwpe + size_t(positions.of(i / C)) * C + i % C;
+
+    float* to = dwpe + size_t(positions.of(i / C)) * C + (i % C);
     auto total = load<V>(to);
     for (int k = 0; k < V; k++)
         total.x[k] += sum[k];
     store(to, total);
 }
 
-// Pass 1. Blocks walk over chunks, and a thread owns V columns.
+// Pass 1. A block handles chunks blockIdx.x, blockIdx.x + gridDim.x, …; a thread owns V columns.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     token_backward_kernel(float* __restrict__ dwte, float* __restrict__ partials,
@@ -149,17 +153,19 @@ __global__ void __launch_bounds__(kThreads)
         const int count = plan.end(chunk) - plan.begin(chunk);
         const int dest = plan.dest(chunk);
         for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
-            // dwte is loaded before it is needed, so that it does not wait behind the sum.
+            // dwte is loaded early, so that its latency overlaps the sum.
             Vec<float, V> total = {};
-            Vec<float, V> sum = {};
             if (dest >= 0)
                 total = load<V>(dwte + size_t(dest) * C + c);
+
+            Vec<float, V> sum = {};
 #pragma unroll 4
             for (int p = 0; p < count; p++) {
                 const auto dy = load<V>(dout + size_t(positions[p]) * C + c);
                 for (int k = 0; k < V; k++)
                     sum.x[k] += dy[k];
             }
+
             for (int k = 0; k < V; k++)
                 total.x[k] += sum[k];
             if (dest >= 0)
@@ -171,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, then
-// warp 0 adds the sums.
+// warp 0 adds the warps' sums.
 __global__ void __launch_bounds__(kThreads)
     token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials,
                           const int* __restrict__ plan_ints, PlanLayout at, int C) {
@@ -186,6 +192,7 @@ __global__ void __launch_bounds__(kThreads)
         const int token = multi.token;
         const int first = multi.first_row;
         const int end = multi.end_row;
+
         float sum = 0.f;
         if (c < C)
 #pragma unroll 8
@@ -193,12 +200,13 @@ __global__ void __launch_bounds__(kThreads)
                 sum += partials[size_t(p) * C + c];
         sum_smem[warp][lane] = sum;
         __syncthreads();
+
         if (warp == 0 && c < C) {
             for (int w = 1; w < kWarps; w++)
                 sum += sum_smem[w][lane];
             dwte[size_t(token) * C + c] += sum;
         }
-        __syncthreads();  // before the next token's sums replace these
+        __syncthreads();  // before the next token's sums overwrite these
     }
 }
 
@@ -212,6 +220,7 @@ void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, c
     const size_t N = size_t(B) * T;
     if (N == 0)
         return;
+
     const auto kernel = vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>>
                                                         : encoder_forward_kernel<X, 1>;
     kernel<<<ceil_div(N, kWarps), kThreads, 0, dev.stream>>>(out, tokens, wte, wpe, N, T, C,
@@ -227,10 +236,9 @@ size_t encoder_plan_ints(const Cuda&, size_t N) {
     return PlanLayout(N).ints;
 }
 
-void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
-    const EncoderPlan<int> plan = {.ints = ints, .at = PlanLayout(N)};
-
-    // A counting sort. first_of[v] is where token v's positions begin.
+// Writes the positions to `order`, sorted by token (a counting sort). Returns where the positions
+// of each token start, and where the last token's end.
+static std::vector<int> sort_by_token(int* order, const int* tokens, size_t N) {
     int V = 0;
     for (size_t i = 0; i < N; i++) {
         if (tokens[i] < 0)
@@ -238,24 +246,33 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
                 format("encoder_plan: token %d at position %zu, expected one >= 0", tokens[i], i));
         V = std::max(V, tokens[i] + 1);
     }
-    std::vector<int> first_of(V + 1, 0);
+
+    std::vector<int> start(V + 1, 0);
     for (size_t i = 0; i < N; i++)
-        first_of[tokens[i] + 1]++;
+        start[tokens[i] + 1]++;
     for (int v = 0; v < V; v++)
-        first_of[v + 1] += first_of[v];
-    std::vector<int> next(first_of);
+        start[v + 1] += start[v];
+
+    std::vector<int> next(start);
     for (size_t i = 0; i < N; i++) {
         const int v = tokens[i];
-        plan.order()[next[v]] = static_cast<int>(i);
+        order[next[v]] = static_cast<int>(i);
         next[v]++;
     }
+    return start;
+}
+
+void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
+    const EncoderPlan<int> plan = {.ints = ints, .at = PlanLayout(N)};
+    const std::vector<int> start = sort_by_token(plan.order(), tokens, N);
+    const int V = static_cast<int>(start.size()) - 1;
 
     int chunks = 0;
     int multis = 0;
     int rows = 0;  // of scratch
     for (int v = 0; v < V; v++) {
-        const int first = first_of[v];
-        const int end = first_of[v + 1];
+        const int first = start[v];
+        const int end = start[v + 1];
         const bool several = end - first > kEncoderChunk;
         const int first_row = rows;
         for (int p = first; p < end; p += kEncoderChunk) {
@@ -265,6 +282,7 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
             if (several)
                 rows++;
         }
+
         if (several) {
             const auto multi = plan.multi(multis);
             multi.token = v;
@@ -273,6 +291,7 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
             multis++;
         }
     }
+
     plan.begin(chunks) = static_cast<int>(N);
     plan.chunks() = chunks;
     plan.multis() = multis;
@@ -280,32 +299,36 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
 
 template <class X>
 void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout,
-                      const int* plan, int B, int T, int C, const Positions& where) {
+                      const int* plan, int B, int T, int C, const Positions& positions) {
     const size_t N = size_t(B) * T;
     const size_t TC = size_t(T) * C;
     if (N == 0)
         return;
+
     const PlanLayout at(N);
     float* partials = static_cast<float*>(scratch);
     const bool vector = vectorises<X>(C, dout, dwte, dwpe, partials);
     const int V = vector ? kVec<X> : 1;
 
-    const auto positions =
+    const auto position_kernel =
         vector ? position_backward_kernel<X, kVec<X>> : position_backward_kernel<X, 1>;
-    positions<<<ceil_div(TC, kThreads * V), kThreads, 0, dev.stream>>>(dwpe, dout, B, TC, C, where);
+    position_kernel<<<ceil_div(TC, kThreads * V), kThreads, 0, dev.stream>>>(dwpe, dout, B, TC, C,
+                                                                             positions);
     LAUNCH_CHECK("position_backward_kernel");
 
     const int threads = std::min<int>(kThreads, ceil_div(C, V * kWarp) * kWarp);
     const size_t blocks_per_sm = kBlocksPerSM * (kThreads / threads);
-    const auto kernel = vector ? token_backward_kernel<X, kVec<X>> : token_backward_kernel<X, 1>;
-    kernel<<<static_cast<unsigned>(std::min(at.max_chunks, dev.num_sms * blocks_per_sm)), threads,
-             0, dev.stream>>>(dwte, partials, dout, plan, at, C);
+    const size_t blocks = std::min(at.max_chunks, dev.num_sms * blocks_per_sm);
+    const auto token_kernel =
+        vector ? token_backward_kernel<X, kVec<X>> : token_backward_kernel<X, 1>;
+    token_kernel<<<static_cast<unsigned>(blocks), threads, 0, dev.stream>>>(dwte, partials, dout,
+                                                                            plan, at, C);
     LAUNCH_CHECK("token_backward_kernel");
 
     if (at.max_multis == 0)
         return;
-    const dim3 grid(static_cast<unsigned>(std::min<size_t>(at.max_multis, dev.num_sms)),
-                    ceil_div(C, kWarp));
+    const size_t multi_blocks = std::min<size_t>(at.max_multis, dev.num_sms);
+    const dim3 grid(static_cast<unsigned>(multi_blocks), ceil_div(C, kWarp));
     token_partials_kernel<<<grid, kThreads, 0, dev.stream>>>(dwte, partials, plan, at, C);
     LAUNCH_CHECK("token_partials_kernel");
 }
