@@ -11,27 +11,28 @@
 //   dbias    += Σ_rows dout
 //   dinp_sum += Σ_rows dinp
 //
-// Forward is bound by memory. It reads x and writes out. One warp owns a row and keeps it, so the
-// variance needs no second trip to memory. Rows of GPT-2's sizes stay in registers, others in
-// shared memory. There each lane reads back only what it wrote, so nobody waits at a barrier.
+// Forward is memory-bound: it reads x and writes out. One warp owns a row and keeps it, so that the
+// variance needs no second read. Rows of GPT-2's sizes are kept in registers, others in shared
+// memory, where each lane reads back only what it wrote itself, so that no barrier is needed.
 //
-// Backward is bound by memory, too. It reads dout, inp and dinp, and writes dinp. The sums over
-// rows want a thread that stays on its columns, and the sums over a row want all columns at once.
-// So a warp (rows kernel) or a block (general kernel, 8 columns a thread) spans a whole row and
-// walks over rows. The column sums stay in registers until the end. Each block then writes one
-// partial row per sum, and add_partials adds these in a fixed order, for the same bits on every
-// run.
+// Backward is memory-bound, too: it reads dout, inp and dinp, and writes dinp. For the sums over
+// rows, a thread should stay on its columns; for the sums over a row, all columns are needed at
+// once. So a warp (rows kernel) or a block (general kernel, 8 columns per thread) spans a whole row
+// and loops over rows, with the column sums in registers until the end. Then each block writes one
+// row of partial sums per output, and add_partials adds those in a fixed order, so that every run
+// gives the same bits.
 //
-// The warp of the rows kernel needs no barrier. But three sums of all of its columns leave
-// registers for only 8 to 16 warps an SM, too few to hide the way to memory. So while a warp works
-// on one row, the TMA unit of sm_90 fetches its next one into shared memory.
+// The warp of the rows kernel needs no barrier. But with three sums for each of its columns, there
+// are registers for only 8 to 16 warps per SM, too few to hide memory latency. So while a warp
+// works on one row, the TMA unit of sm_90 copies its next one to shared memory.
 //
-// What a layer norm reads is the residual stream, to which a projection's output was just added. So
-// dinp is also the gradient of that output, and its sum over rows is the projection's bias
-// gradient. It costs no extra trip to memory.
+// The input of a layer norm is the residual stream, to which a projection's output was just added.
+// So dinp is also the gradient of that output, and its sum over rows is the gradient of the
+// projection's bias. Computing it here costs no extra pass over memory.
 //
-// Limits: C ≤ 8192, any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one
-// element a load.
+// Writes: out, mean, rstd.  Adds into: dinp, dweight, dbias, dinp_sum.
+// Limits: C ≤ 8192, any N. If rows are not a multiple of 16 bytes, or not aligned to 16, elements
+// are loaded one at a time.
 #include <algorithm>
 
 #include "cuda/partials.cuh"
@@ -43,24 +44,24 @@ namespace {
 
 constexpr int kMaxChannels = 8192;
 
-// Forward and the rows kernel begin with the last row. The product before wrote the last ones last,
-// so they are in L2.
+// Forward and the rows kernel start with the last rows: the matmul before has just written those,
+// so they are still in L2.
 __device__ size_t row_of_turn(size_t turn, size_t N) {
     return N - 1 - turn;
 }
 
-// per block, fewer when their rows would not fit in shared memory
+// Warps per block; fewer if their rows would not fit in shared memory.
 constexpr int kForwardWarps = 8;
-constexpr size_t kForwardSmem = 48 << 10;  // what a block gets without asking
+constexpr size_t kForwardSmem = 48 << 10;  // bytes that a block can have without opting in to more
 
-// With kC = 0 rows of any C wait in shared memory, as stored. Else C = kC, and a lane keeps its
-// part in registers.
+// If kC > 0, it is C, and each lane keeps its part of the row in registers. If kC = 0, C is any_C,
+// and rows are kept in shared memory as X.
 template <class X, int V, int kC>
 __global__ void __launch_bounds__(kForwardWarps* kWarp)
     layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, const X* __restrict__ inp,
                              const X* __restrict__ weight, const X* __restrict__ bias, size_t N,
                              int any_C) {
-    // The vectors that a lane loads at once, or the sum would wait for each of them.
+    // How many vectors a lane loads before it adds them, so that it waits for memory only once.
     constexpr int kBatch = kC ? ceil_div(kC, kWarp * V) : 4;
     const int C = kC ? kC : any_C;
     extern __shared__ uint4 rows_smem[];  // (warps, C) of X
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     const size_t turn = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
     if (turn >= N)
         return;
+
     const size_t row = row_of_turn(turn, N);
     X* x_smem = reinterpret_cast<X*>(rows_smem) + static_cast<size_t>(warp) * C;
     inp += row * C;
@@ -93,24 +95,29 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
         }
     }
     const float mean = warp_sum(sum) / C;
+
     // Calls f(c, x) for each of the lane's vectors.
     const auto each = [&](auto f) {
         if constexpr (kC > 0) {
 #pragma unroll
-            for (int k = 0; k < kBatch; k++)
-                if (const int c = (k * kWarp + lane) * V; c < C)
+            for (int k = 0; k < kBatch; k++) {
+                const int c = (k * kWarp + lane) * V;
+                if (c < C)
                     f(c, batch[k]);
+            }
         } else {
             for (int c = lane * V; c < C; c += kWarp * V)
                 f(c, load<V>(x_smem + c));
         }
     };
+
     float squares = 0.f;
     each([&](int, const Vec<X, V>& x) {
         for (int i = 0; i < V; i++)
             squares += (x[i] - mean) * (x[i] - mean);
     });
     const float rstd = rsqrtf(warp_sum(squares) / C + kLayernormEps);
+
     each([&](int c, const Vec<X, V>& x) {
         const auto w = load<V>(weight + c);
         const auto beta = load<V>(bias + c);
@@ -119,19 +126,21 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
             y.x[i] = (x[i] - mean) * rstd * w[i] + beta[i];
         store(out + c, y);
     });
+
     if (lane == 0) {
         mean_out[row] = mean;
         rstd_out[row] = rstd;
     }
 }
 
-constexpr int kBackwardColumns = 8;         // of a thread
-constexpr int kBackwardThreadsPerSM = 896;  // what 72 registers a thread allow
-// of a block for rows up to 1024. Longer ones make do with 64 registers
+constexpr int kBackwardColumns = 8;         // per thread
+constexpr int kBackwardThreadsPerSM = 896;  // as many as fit with 72 registers each
+// Threads per block for rows up to 1024. Longer rows need larger blocks, with 64 registers a
+// thread.
 constexpr int kFewThreads = 128;
 
-// What backward sums over all rows. partials (gridDim, kSums, C) gets each block's sums in this
-// order, which is also that of add_partials' outputs.
+// What backward sums over all rows. Each block writes its sums to partials (gridDim, kSums, C) in
+// this order, which is also the order of the outputs of add_partials.
 enum ColumnSum {
     kDweight,  // of dout∘n
     kDbias,    // of dout
@@ -142,7 +151,7 @@ enum ColumnSum {
 // What backward sums over a row.
 struct alignas(8) RowSums {
     float g;
-    float gn;  // of g∘n
+    float gn;  // g∘n
 };
 
 template <class X, int V, int MaxThreads>
@@ -153,10 +162,10 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
                               const X* __restrict__ inp, const X* __restrict__ weight,
                               const float* __restrict__ mean, const float* __restrict__ rstd,
                               size_t N, int C) {
-    // vectors a thread owns, columns (k·blockDim + thread)·V …
+    // A thread owns K vectors. Vector k starts at column (k·blockDim + thread)·V.
     constexpr int K = kBackwardColumns / V;
-    // With two buffers one barrier a row is enough, because a warp that is a row ahead writes the
-    // other one.
+    // With two buffers one barrier per row is enough, because a warp that is a row ahead writes to
+    // the other buffer.
     __shared__ RowSums sums_smem[2][kWarp];
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
@@ -178,6 +187,7 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
     for (size_t row = blockIdx.x; row < N; row += gridDim.x) {
         const float m = mean[row];
         const float s = rstd[row];
+
         Vec<X, V> dy[K];
         Vec<X, V> x[K];
         Vec<X, V> old[K];
@@ -203,11 +213,13 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
                 dbias[k].x[i] += dy[k][i];
             }
         }
+
         sum_g = warp_sum(sum_g);
         sum_gn = warp_sum(sum_gn);
         if (lane == 0)
             sums_smem[buffer][warp] = {.g = sum_g, .gn = sum_gn};
         __syncthreads();
+
         float mean_g = 0.f;
         float mean_gn = 0.f;
         for (int i = 0; i < warps; i++) {
@@ -218,9 +230,9 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
         mean_gn *= inverse_C;
         buffer ^= 1;
 
-        // Computing n and g once more is cheaper than the registers to keep them. In short rows g
-        // and mean(g) cancel, and rstd, up to 316, multiplies what is left. So g must be the same
-        // rounded number here as in the sum, not part of an fma.
+        // Recomputing n and g is cheaper than keeping them in registers. In short rows g and
+        // mean(g) cancel, and rstd, which can be 316, multiplies what is left. So g must be the
+        // same rounded number here as in the sum, not part of an fma: hence __fmul_rn.
         for (int k = 0; k < K; k++) {
             if (column[k] >= C)
                 continue;
@@ -247,12 +259,18 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
     }
 }
 
-// For sm_90, and rows of C bf16. A warp owns a row, K vectors a lane. partials is as above.
-// A thread has 128, 168 or 255 registers, of which 24·K are sums.
+// The rows kernel, for sm_90 and rows of C bf16.
+
+// Warps per block, the only block on its SM.
 template <int C>
-constexpr int kRowWarps = C > 1024 ? 8 : (C > 768 ? 12 : 16);
+constexpr int kRowWarps = (C <= 768)    ? 16  // 128 registers a thread, of which 24·K are sums
+                          : (C <= 1024) ? 12  // 168
+                                        : 8;  // 255
 constexpr int kRowStages = 2;
 enum RowOfStage { kDout, kInp, kDinp, kRows };  // of C bf16 each
+
+// A warp owns a row, each lane K vectors of it. Warp w of block b handles turns b·W + w + i·stride,
+// where a turn is a row counted from the last one. partials is as above.
 
 template <int C>
 __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
@@ -265,7 +283,7 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     constexpr int W = kRowWarps<C>;
     // [W][kRowStages][kRows][C] of bf16, and in the end [W][kSums][C] of float
     extern __shared__ uint4 ring_smem[];
-    // no registers for it, dout and inp, so each is read twice
+    // There are no registers to keep weight, dout and inp, so each is read twice.
     __shared__ alignas(16) bf16 weight_smem[C];
     __shared__ uint64_t full_smem[W][kRowStages];
     const int lane = threadIdx.x % kWarp;
@@ -273,17 +291,19 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     const size_t stride = size_t{gridDim.x} * W;
     bf16* const ring =
         reinterpret_cast<bf16*>(ring_smem) + static_cast<size_t>(warp) * kRowStages * kRows * C;
+
     const auto fetch = [&](size_t turn, int stage) {
         if (lane > 0 || turn >= N)
             return;
+
         const size_t row = row_of_turn(turn, N);
         const uint32_t full = smem_address(&full_smem[warp][stage]);
-        const uint32_t to = smem_address(ring + stage * kRows * C);
+        const uint32_t dst = smem_address(ring + stage * kRows * C);
         constexpr int kBytes = C * sizeof(bf16);
         mbarrier_arrive_expect(full, kRows * kBytes);
-        bulk_load(to + kDout * kBytes, dout + row * C, kBytes, full);
-        bulk_load(to + kInp * kBytes, inp + row * C, kBytes, full);
-        bulk_load(to + kDinp * kBytes, dinp + row * C, kBytes, full);
+        bulk_load(dst + kDout * kBytes, dout + row * C, kBytes, full);
+        bulk_load(dst + kInp * kBytes, inp + row * C, kBytes, full);
+        bulk_load(dst + kDinp * kBytes, dinp + row * C, kBytes, full);
     };
 
     size_t turn = static_cast<size_t>(blockIdx.x) * W + warp;
@@ -295,28 +315,38 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     for (int c = threadIdx.x; c < C; c += W * kWarp)
         weight_smem[c] = weight[c];
     __syncthreads();
+
     for (int stage = 0; stage < kRowStages; stage++)
         fetch(turn + stage * stride, stage);
 
     float dweight[K][V] = {};
     float dbias[K][V] = {};
     float dsum[K][V] = {};
-    float m = 0.f;
+    float m = 0.f;  // mean and rstd of the row
     float s = 0.f;
     if (turn < N) {
         m = mean[row_of_turn(turn, N)];
         s = rstd[row_of_turn(turn, N)];
     }
-    for (int stage = 0, phase = 0; turn < N; turn += stride) {
+
+    // Turn n: load mean and rstd of turn n + 1 · wait for the row · sums over the row, dweight and
+    // dbias · dinp and dinp_sum · fetch turn n + 2.
+    PipelineState<kRowStages> state;
+    for (; turn < N; turn += stride) {
         const size_t row = row_of_turn(turn, N);
         float next_m = 0.f;
         float next_s = 0.f;
         if (turn + stride < N) {
-            next_m = mean[row - stride];
-            next_s = rstd[row - stride];
+            const size_t next_row = row_of_turn(turn + stride, N);
+            next_m = mean[next_row];
+            next_s = rstd[next_row];
         }
-        const bf16* const stage_smem = ring + stage * kRows * C + lane * V;
-        mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
+
+        const bf16* const stage_smem = ring + state.index * kRows * C + lane * V;
+        const bf16* const dy_smem = stage_smem + kDout * C;
+        const bf16* const x_smem = stage_smem + kInp * C;
+        const bf16* const old_smem = stage_smem + kDinp * C;
+        mbarrier_wait(smem_address(&full_smem[warp][state.index]), state.phase);
 
         float sum_g = 0.f;
         float sum_gn = 0.f;
@@ -324,9 +354,9 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             const int c = (k * kWarp + lane) * V;
             if (c >= C)
                 continue;
-            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
+            const auto dy = load<V>(dy_smem + k * kWarp * V);
             const auto w = load<V>(weight_smem + c);
-            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
+            const auto x = load<V>(x_smem + k * kWarp * V);
             for (int i = 0; i < V; i++) {
                 const float n = (x[i] - m) * s;
                 const float g = __fmul_rn(w[i], dy[i]);
@@ -338,16 +368,18 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
         }
         const float mean_g = warp_sum(sum_g) * (1.f / C);
         const float s_mean_gn = s * warp_sum(sum_gn) * (1.f / C);
-        // stops the compiler from keeping what is read above, because there are no registers for it
+
+        // Keeps the compiler from holding what was read above in registers, of which there are none
+        // left.
         __syncwarp();
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
             if (c >= C)
                 continue;
-            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
+            const auto dy = load<V>(dy_smem + k * kWarp * V);
             const auto w = load<V>(weight_smem + c);
-            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
-            const auto old = load<V>(stage_smem + kDinp * C + k * kWarp * V);
+            const auto x = load<V>(x_smem + k * kWarp * V);
+            const auto old = load<V>(old_smem + k * kWarp * V);
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
                 const float g = __fmul_rn(w[i], dy[i]);
@@ -358,14 +390,12 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             for (int i = 0; i < V; i++)
                 dsum[k][i] += stored[i];
         }
+
         __syncwarp();  // all lanes have read the stage
-        fetch(turn + kRowStages * stride, stage);
+        fetch(turn + kRowStages * stride, state.index);
         m = next_m;
         s = next_s;
-        if (++stage == kRowStages) {
-            stage = 0;
-            phase ^= 1;
-        }
+        state.advance();
     }
 
     // Adds the warps' sums in order.
@@ -379,10 +409,11 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             mine[kDinpSum * C + k * kWarp * V + i] = dsum[k][i];
         }
     __syncthreads();
+
     for (int c = threadIdx.x; c < kSums * C; c += W * kWarp) {
         float sum = 0.f;
-        for (int v = 0; v < W; v++)
-            sum += sums_smem[static_cast<size_t>(v) * kSums * C + c];
+        for (int w = 0; w < W; w++)
+            sum += sums_smem[static_cast<size_t>(w) * kSums * C + c];
         partials[static_cast<size_t>(blockIdx.x) * kSums * C + c] = sum;
     }
 #endif
@@ -397,12 +428,19 @@ static void check_channels(int C) {
         throw Error(format("layernorm: C = %d, expected 1..%d", C, kMaxChannels));
 }
 
-// Calls f with C as a constant, if C is that of a GPT-2. Returns whether it is.
+// If C is that of one of GPT-2's sizes, calls f with C as a compile-time constant and returns true.
 template <class F>
-static bool at_size_of_gpt2(int C, F f) {
-    const auto is = [&](auto size) { return C == size && (f(size), true); };
-    return is(std::integral_constant<int, 768>()) || is(std::integral_constant<int, 1024>()) ||
-           is(std::integral_constant<int, 1280>()) || is(std::integral_constant<int, 1600>());
+static bool with_gpt2_channels(int C, F f) {
+    const auto call_if_equal = [&](auto size) {
+        if (C != size)
+            return false;
+        f(size);
+        return true;
+    };
+    return call_if_equal(std::integral_constant<int, 768>()) ||
+           call_if_equal(std::integral_constant<int, 1024>()) ||
+           call_if_equal(std::integral_constant<int, 1280>()) ||
+           call_if_equal(std::integral_constant<int, 1600>());
 }
 
 template <class X>
@@ -411,25 +449,30 @@ void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const 
     check_channels(C);
     if (N == 0)
         return;
+
     const size_t row_bytes = C * sizeof(X);
     const int warps = static_cast<int>(std::min<size_t>(kForwardWarps, kForwardSmem / row_bytes));
     auto kernel = layernorm_forward_kernel<X, 1, 0>;
     size_t smem = warps * row_bytes;
     if (vectorises<X>(C, out, inp, weight, bias)) {
         kernel = layernorm_forward_kernel<X, kVec<X>, 0>;
-        at_size_of_gpt2(
-            C, [&](auto size) { kernel = layernorm_forward_kernel<X, kVec<X>, size>, smem = 0; });
+        with_gpt2_channels(C, [&](auto size) {
+            kernel = layernorm_forward_kernel<X, kVec<X>, size>;
+            smem = 0;  // rows are kept in registers
+        });
     }
+
     kernel<<<ceil_div(N, warps), warps * kWarp, smem, dev.stream>>>(out, mean, rstd, inp, weight,
                                                                     bias, N, C);
     LAUNCH_CHECK("layernorm_forward_kernel");
 }
 
-// As many blocks as are resident together. The number does not depend on N, so neither does the
-// scratch.
 static int backward_threads(int C) {
     return ceil_div(C, kBackwardColumns * kWarp) * kWarp;
 }
+
+// As many blocks as the GPU can run at once. The number does not depend on N, so neither does the
+// size of the scratch.
 static int backward_blocks(const Cuda& dev, int C) {
     return dev.num_sms * std::max(1, kBackwardThreadsPerSM / backward_threads(C));
 }
@@ -439,6 +482,54 @@ size_t layernorm_scratch_bytes(const Cuda& dev, int C) {
     return static_cast<size_t>(backward_blocks(dev, C)) * kSums * C * sizeof(float);
 }
 
+// The operands of a backward call.
+template <class X>
+struct LayernormBackward {
+    X* dinp;
+    float* partials;
+    const X* dout;
+    const X* inp;
+    const X* weight;
+    const float* mean;
+    const float* rstd;
+    size_t N;
+    int C;
+};
+
+// Both return how many rows of partial sums they leave in partials.
+template <int C>
+static int launch_backward_rows(const Cuda& dev, const LayernormBackward<bf16>& o) {
+    constexpr int kWarps = kRowWarps<C>;
+    constexpr int kSmem = kWarps * kRowStages * kRows * C * sizeof(bf16);
+    const auto kernel = layernorm_backward_rows_kernel<C>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+
+    const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, (o.N - 1) / kWarps + 1));
+    kernel<<<blocks, kWarps * kWarp, kSmem, dev.stream>>>(o.dinp, o.partials, o.dout, o.inp,
+                                                          o.weight, o.mean, o.rstd, o.N);
+    LAUNCH_CHECK("layernorm_backward_rows_kernel");
+    return blocks;
+}
+
+template <class X>
+static int launch_backward(const Cuda& dev, const LayernormBackward<X>& o) {
+    constexpr int V = kVec<X>;
+    constexpr int kMostThreads = kMaxChannels / kBackwardColumns;
+    const int threads = backward_threads(o.C);
+    const bool few = threads <= kFewThreads;
+    auto kernel = few ? layernorm_backward_kernel<X, 1, kFewThreads>
+                      : layernorm_backward_kernel<X, 1, kMostThreads>;
+    if (vectorises<X>(o.C, o.dinp, o.dout, o.inp, o.weight, o.partials))
+        kernel = few ? layernorm_backward_kernel<X, V, kFewThreads>
+                     : layernorm_backward_kernel<X, V, kMostThreads>;
+
+    const int blocks = static_cast<int>(std::min<size_t>(backward_blocks(dev, o.C), o.N));
+    kernel<<<blocks, threads, 0, dev.stream>>>(o.dinp, o.partials, o.dout, o.inp, o.weight, o.mean,
+                                               o.rstd, o.N, o.C);
+    LAUNCH_CHECK("layernorm_backward_kernel");
+    return blocks;
+}
+
 template <class X>
 void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, float* dinp_sum,
                         void* scratch, const X* dout, const X* inp, const X* weight,
@@ -446,38 +537,26 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
     check_channels(C);
     if (N == 0)
         return;
-    float* partials = static_cast<float*>(scratch);
+
+    const LayernormBackward<X> o = {.dinp = dinp,
+                                    .partials = static_cast<float*>(scratch),
+                                    .dout = dout,
+                                    .inp = inp,
+                                    .weight = weight,
+                                    .mean = mean,
+                                    .rstd = rstd,
+                                    .N = N,
+                                    .C = C};
+    int rows = 0;  // of partials
     if constexpr (std::is_same_v<X, bf16>) {
-        const auto launch = [&](auto size) {
-            constexpr int warps = kRowWarps<size>;
-            constexpr int smem = warps * kRowStages * kRows * size * sizeof(bf16);
-            const auto kernel = layernorm_backward_rows_kernel<size>;
-            CUDA_CHECK(
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-            const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, (N - 1) / warps + 1));
-            kernel<<<blocks, warps * kWarp, smem, dev.stream>>>(dinp, partials, dout, inp, weight,
-                                                                mean, rstd, N);
-            LAUNCH_CHECK("layernorm_backward_rows_kernel");
-            add_partials(dev, {dweight, dbias, dinp_sum},
-                         {.rows = partials, .count = blocks, .columns = C});
-        };
-        if (dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight) && at_size_of_gpt2(C, launch))
-            return;
+        if (dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight))
+            with_gpt2_channels(C, [&](auto size) { rows = launch_backward_rows<size>(dev, o); });
     }
-    const bool few = backward_threads(C) <= kFewThreads;
-    constexpr int V = kVec<X>;
-    constexpr int kMany = kMaxChannels / kBackwardColumns;
-    auto kernel =
-        few ? layernorm_backward_kernel<X, 1, kFewThreads> : layernorm_backward_kernel<X, 1, kMany>;
-    if (vectorises<X>(C, dinp, dout, inp, weight, partials))
-        kernel = few ? layernorm_backward_kernel<X, V, kFewThreads>
-                     : layernorm_backward_kernel<X, V, kMany>;
-    const int blocks = static_cast<int>(std::min<size_t>(backward_blocks(dev, C), N));
-    kernel<<<blocks, backward_threads(C), 0, dev.stream>>>(dinp, partials, dout, inp, weight, mean,
-                                                           rstd, N, C);
-    LAUNCH_CHECK("layernorm_backward_kernel");
+    if (rows == 0)
+        rows = launch_backward(dev, o);
+
     add_partials(dev, {dweight, dbias, dinp_sum},
-                 {.rows = partials, .count = blocks, .columns = C});
+                 {.rows = o.partials, .count = rows, .columns = C});
 }
 
 #define INSTANTIATE(X)                                                                             \
