@@ -1,5 +1,5 @@
-// Errors are exceptions. main prints their one line on stderr and exits. A message says what, where
-// (file, offset, expected, found) and what to do about it.
+// Errors are exceptions. main prints their message on stderr, in one line, and exits. A message
+// says what is wrong, where (file, offset, expected, found) and what to do about it.
 #pragma once
 #include <chrono>
 #include <cstdarg>
@@ -10,21 +10,22 @@
 struct Error : std::runtime_error {  // exit code 1
     using std::runtime_error::runtime_error;
 };
-struct UsageError : Error {  // exit code 2, for a wrong command line
+
+struct UsageError : Error {  // a wrong command line, exit code 2
     using Error::Error;
 };
+
 inline int exit_code_of(const std::exception& e) {
     return dynamic_cast<const UsageError*>(&e) ? 2 : 1;
 }
 
-// A line on stderr in one piece. printf writes in several, between which lines of other ranks may
-// come.
+// Writes a line to stderr by one call. printf makes several, between which other ranks can write.
 inline void print_error(const std::string& line) {
     std::fputs((line + "\n").c_str(), stderr);
 }
 
-// Runs the body of a main and returns its exit code. It prints an error's one line to stderr behind
-// the program's name.
+// Runs the body of a program's main and returns its exit code. If it throws, the message is printed
+// after the program's name.
 template <class F>
 int run_program(const char* name, const F& body) {
     try {
@@ -35,20 +36,24 @@ int run_program(const char* name, const F& body) {
     }
 }
 
-inline double now() {  // in seconds
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
+// Seconds since some fixed time, by a clock that nobody sets.
+inline double now() {
+    const std::chrono::duration<double> seconds =
+        std::chrono::steady_clock::now().time_since_epoch();
+    return seconds.count();
 }
 
 // printf into a std::string.
 __attribute__((format(printf, 1, 2))) inline std::string format(const char* fmt, ...) {
     va_list args;
-    va_list again;
+    va_list args_again;
     va_start(args, fmt);
-    va_copy(again, args);
-    std::string text(static_cast<size_t>(std::vsnprintf(nullptr, 0, fmt, args)), '\0');
+    va_copy(args_again, args);
+    const int length = std::vsnprintf(nullptr, 0, fmt, args);
     va_end(args);
-    std::vsnprintf(text.data(), text.size() + 1, fmt, again);
-    va_end(again);
+
+    std::string text(static_cast<size_t>(length), '\0');
+    std::vsnprintf(text.data(), text.size() + 1, fmt, args_again);
+    va_end(args_again);
     return text;
 }

@@ -1,4 +1,4 @@
-// A setting or a property as text.
+// The name and the value of an option or of a property, as text.
 #pragma once
 #include <string>
 #include <vector>
@@ -6,6 +6,6 @@
 struct Field {
     std::string name;
     std::string value;
-    bool operator==(const Field& other) const { return name == other.name && value == other.value; }
+    bool operator==(const Field&) const = default;
 };
 using Fields = std::vector<Field>;

@@ -1,12 +1,13 @@
-// What one tensor of a model is.
+// The description of one tensor of the model: name, type, shape, and what the optimizer needs to
+// know about it.
 #pragma once
 #include <algorithm>
 
 #include "common/types.h"
 
-// What a parameter is to the optimizer. A table and a matrix decay, and a matrix is a matmul's
-// weight.
-enum Weight { kVector, kTable, kMatrix };
+// What a parameter is to the optimizer. Embedding tables and matrices decay, vectors do not. Only a
+// matrix is the weight of a matmul.
+enum ParamKind { kVector, kTable, kMatrix };
 
 // (rows, cols), or a vector of n elements.
 struct Extent {
@@ -17,19 +18,20 @@ struct Extent {
 };
 
 struct TensorSpec {
+    static constexpr int kShared = -1;
+    static constexpr size_t kNoPointer = ~size_t(0);
+
     const char* name;
     DType dtype;
     size_t rows;  // of one layer, if there are several
     size_t cols;
-    // 0 for a tensor that is not per layer, kShared if every layer overwrites the last one's
+    // 0 for a tensor that is not per layer, kShared if all layers use the same memory in turn
     int layers = 0;
-    static constexpr int kShared = -1;
-    Weight weight = kVector;
-    static constexpr size_t kNoPointer = ~size_t(0);
-    size_t pointer = kNoPointer;  // where its pointer is in the struct, in bytes
+    ParamKind kind = kVector;
+    size_t pointer = kNoPointer;  // byte offset, in its struct, of the pointer to this tensor
 
     size_t size() const { return rows * cols; }  // elements of one layer
     size_t elements() const { return size() * static_cast<size_t>(std::max(layers, 1)); }
-    bool decays() const { return weight != kVector; }
-    bool is_matrix() const { return weight == kMatrix; }
+    bool decays() const { return kind != kVector; }
+    bool is_matrix() const { return kind == kMatrix; }
 };

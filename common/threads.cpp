@@ -10,35 +10,38 @@
 #include <thread>
 #include <vector>
 
-// A group's cpu.max is "max 100000" or, for one and a half cores, "150000 100000".
-static double quota_of(const std::string& group) {
+// One group's quota in cores, infinite if there is none. The file has "max 100000" or, for one and
+// a half cores, "150000 100000".
+static double group_quota(const std::string& group) {
     std::ifstream file(group + "/cpu.max");
     double quota = 0;
     double period = 0;
-    return file >> quota >> period && quota > 0 && period > 0 ? quota / period : INFINITY;
+    const bool limited = file >> quota >> period && quota > 0 && period > 0;
+    return limited ? quota / period : INFINITY;
 }
 
-int cpu_quota(const std::string& groups, const std::string& own) {
-    double cores = quota_of(groups);
-    for (size_t slash = own.find('/', 1);; slash = own.find('/', slash + 1)) {
-        cores = std::min(cores, quota_of(groups + own.substr(0, slash)));
-        if (slash == std::string::npos)
-            break;
+int cpu_quota(const std::string& root, const std::string& own) {
+    double cores = group_quota(root);
+    size_t slash = 0;
+    while (slash != std::string::npos) {  // of "/a/b": the groups /a and /a/b
+        slash = own.find('/', slash + 1);
+        cores = std::min(cores, group_quota(root + own.substr(0, slash)));
     }
     return std::isinf(cores) ? 0 : static_cast<int>(std::ceil(cores));
 }
 
-// The line "0::/path" of /proc/self/cgroup names the group. In a container it is "/".
+// The path of this process's group, from the line "0::/path" of /proc/self/cgroup. In a container
+// it is "/".
 static std::string own_group() {
     std::ifstream file("/proc/self/cgroup");
     for (std::string line; std::getline(file, line);) {
-        if (line.compare(0, 3, "0::") == 0)
+        if (line.starts_with("0::"))
             return line.substr(3);
     }
     return "/";
 }
 
-// How many threads there can be, of so many, found out with threads that do nothing.
+// How many threads can run at once, up to `wanted`: starts that many, which do nothing, and counts.
 static int startable_threads(int wanted) {
     std::mutex all_have_started;
     std::vector<std::thread> others;
@@ -49,7 +52,8 @@ static int startable_threads(int wanted) {
                 others.emplace_back(
                     [&] { const std::lock_guard<std::mutex> wait(all_have_started); });
             }
-            // NOLINTNEXTLINE(bugprone-empty-catch): others.size() of them is what we get
+            // NOLINTNEXTLINE(bugprone-empty-catch): the threads in `others` are all that we can
+            // have
         } catch (const std::system_error&) {
         }
     }
@@ -60,7 +64,7 @@ static int startable_threads(int wanted) {
 }
 
 static int possible_threads() {
-    static const int possible = startable_threads(omp_get_num_procs());  // the affinity's number
+    static const int possible = startable_threads(omp_get_num_procs());  // bound to so many cores
     return possible;
 }
 

@@ -1,20 +1,21 @@
-// How many threads the CPU's work may take, and what happens where there are no more.
+// How many CPU threads to use, and what to do if no more can be started.
 #pragma once
 #include <future>
 #include <string>
 #include <system_error>
 
-// The smallest of OpenMP's number (OMP_NUM_THREADS, OMP_THREAD_LIMIT), the cores of this process's
-// affinity, its container's quota, and what the system lets it start (ulimit -u, a container's
-// pids.max). libgomp would end the program where it is refused a thread.
+// The smallest of four limits: OpenMP's (OMP_NUM_THREADS, OMP_THREAD_LIMIT), the cores to which
+// this process is bound, its container's CPU quota, and how many threads the system lets it start
+// (ulimit -u, a container's pids.max). If libgomp is refused a thread, it ends the program.
 int available_threads();
 
-// The CPU quota of this process's control group and of those around it, in cores, rounded up; 0 if
-// there is none. `own` is its path below `groups`, as /proc/self/cgroup has it.
-int cpu_quota(const std::string& groups, const std::string& own);
+// The CPU quota of this process's control group and of all groups around it, in cores, rounded up;
+// 0 if there is none. `root` is where groups are mounted, and `own` the path of this process's
+// group below it, as in /proc/self/cgroup.
+int cpu_quota(const std::string& root, const std::string& own);
 
-// Calls f in a thread, or at once where the system has no more threads (ulimit -u, a container's
-// pids.max). The future has f's result or what it throws.
+// Calls f in a new thread or, if the system allows no more threads, right here. The future has f's
+// result or exception.
 template <class F>
 auto start_async(F f) {
     try {

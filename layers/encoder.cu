@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
         return;
 
     const X* token = wte + size_t(tokens[row]) * C;
-    const X* position = wpe + size_t(positions.of(row % T)) * C;
+    const X* position = wpe + size_t(positions.at(row % T)) * C;
     for (int c = (threadIdx.x % kWarp) * V; c < C; c += kWarp * V) {
         const auto x = load<V>(token + c);
         const auto y = load<V>(position + c);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
             sum.x[k] += dy[k];
     }
 
-    float* to = dwpe + size_t(positions.of(i / C)) * C + (i % C);
+    float* to = dwpe + size_t(positions.at(i / C)) * C + (i % C);
     auto total = load<V>(to);
     for (int k = 0; k < V; k++)
         total.x[k] += sum[k];

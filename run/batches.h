@@ -18,12 +18,12 @@ void next_tokens(const Model& m, int* host, Loader& loader) {
     const size_t all = N * m.ranks.context;
     std::vector<int> whole(2 * all);
     loader.next(whole.data(), whole.data() + all);
-    const Positions at = m.positions();
+    const Positions positions = m.positions();
     for (int part = 0; part < 2; part++)
         for (int b = 0; b < m.B; b++)
             for (int t = 0; t < m.T; t++)
                 host[part * N + size_t(b) * m.T + t] =
-                    whole[part * all + size_t(b) * m.sequence() + at.of(t)];
+                    whole[part * all + size_t(b) * m.sequence() + positions.at(t)];
 }
 
 template <class Model>

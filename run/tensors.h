@@ -16,7 +16,7 @@ struct TensorList : std::vector<TensorSpec> {
     using std::vector<TensorSpec>::vector;
     template <class S, class P>
     void each(const char* name, P* S::* member, const Extent& extent, int layers,
-              Weight weight = kVector) {
+              ParamKind kind = kVector) {
         const S s{};
         const size_t pointer =
             reinterpret_cast<const char*>(&(s.*member)) - reinterpret_cast<const char*>(&s);
@@ -25,12 +25,12 @@ struct TensorList : std::vector<TensorSpec> {
                    .rows = extent.rows,
                    .cols = extent.cols,
                    .layers = layers,
-                   .weight = weight,
+                   .kind = kind,
                    .pointer = pointer});
     }
     template <class S, class P>
-    void once(const char* name, P* S::* member, const Extent& extent, Weight weight = kVector) {
-        each(name, member, extent, 0, weight);
+    void once(const char* name, P* S::* member, const Extent& extent, ParamKind kind = kVector) {
+        each(name, member, extent, 0, kind);
     }
 
   private:

@@ -286,25 +286,26 @@ TEST(another_stream_is_noticed) {
 
 template <class X>
 void check_encoder(int B, int T, int C, int V, const std::vector<int>& token_list,
-                   const Positions& at = {}) {
+                   const Positions& positions = {}) {
     const size_t N = size_t(B) * T;
-    const size_t positions = 1 + std::max(at.of(T - 1), at.of(std::min(at.chunk, T) - 1));
+    const int last_early = positions.at(std::min(positions.chunk, T) - 1);
+    const size_t rows = 1 + std::max(positions.at(T - 1), last_early);
     const Ints tokens(token_list);
     Tensor<X> wte(randn<X>(size_t(V) * C));
-    Tensor<X> wpe(randn<X>(positions * C));
+    Tensor<X> wpe(randn<X>(rows * C));
     Tensor<X> dout(randn<X>(N * C));
     Tensor<X> out(poison(N * C));
     Tensor<float> dwte(randn<float>(size_t(V) * C));
-    Tensor<float> dwpe(randn<float>(positions * C));
+    Tensor<float> dwpe(randn<float>(rows * C));
     check(label<X>("encoder", B, T, C), {{"out", out, kOutput<X>}, {"dwte", dwte}, {"dwpe", dwpe}},
           [&](const auto& on) {
-              encoder_forward(on.dev, on(out), on(tokens), on(wte), on(wpe), B, T, C, at);
+              encoder_forward(on.dev, on(out), on(tokens), on(wte), on(wpe), B, T, C, positions);
               std::vector<int> sorted(encoder_plan_ints(on.dev, N), -1);
               encoder_plan(on.dev, sorted.data(), token_list.data(), N);
               const Ints plan(sorted);
               const Scratch scratch(encoder_scratch_bytes(on.dev, B, T, C));
               encoder_backward(on.dev, on(dwte), on(dwpe), scratch.p, on(dout), on(plan), B, T, C,
-                               at);
+                               positions);
           });
 }
 

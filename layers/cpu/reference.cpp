@@ -68,7 +68,7 @@ void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const 
 #pragma omp parallel for
     for (size_t n = 0; n < size_t(B) * T; n++) {
         const X* token = wte + size_t(tokens[n]) * C;
-        const X* position = wpe + size_t(positions.of(n % T)) * C;
+        const X* position = wpe + size_t(positions.at(n % T)) * C;
         for (int c = 0; c < C; c++)
             out[n * C + c] = token[c] + position[c];
     }
@@ -81,7 +81,7 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
     for (int c0 = 0; c0 < C; c0 += kSlice)
         for (size_t n = 0; n < size_t(B) * T; n++) {
             Acc<X>* dtoken = dwte + size_t(tokens[n]) * C;
-            Acc<X>* dposition = dwpe + size_t(positions.of(n % T)) * C;
+            Acc<X>* dposition = dwpe + size_t(positions.at(n % T)) * C;
             for (int c = c0; c < std::min(c0 + kSlice, C); c++) {
                 dtoken[c] += dout[n * C + c];
                 dposition[c] += dout[n * C + c];
