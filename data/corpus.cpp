@@ -1,4 +1,3 @@
-// The built-in corpus, made in memory.
 #include "data/corpus.h"
 
 #include "common/threads.h"
@@ -6,8 +5,8 @@
 #include "data/grammar.h"
 #include "data/tokenizer.h"
 
-// The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early
-// decides what happens later. The tables carry that: a row of `wish` is a wish with the trouble,
+// The grammar, in the notation of data/grammar.h. What a story says early decides what happens
+// later, which is what the grammar's tables are for: a row of `wish` is a wish with the trouble,
 // the advice and the end that fit it.
 EMBED(stories, "data/stories.txt");
 
@@ -15,15 +14,16 @@ namespace {
 
 constexpr int kSeed = 1;
 
-// Validation comes first, so that its stories stay what they are if the training split ever grows.
+// The validation split has the first stories, so that it stays the same if the training split ever
+// grows.
 constexpr int kValStories = 1100;
 constexpr int kTrainStories = 31000;
 
-// What the grammar writes. After a change of data/stories.txt dev/test_corpus says what belongs
-// here.
-constexpr double kValNats = 0.12731075475943862;  // per token
+// The entropy of the validation split, in nats per token. If you change data/stories.txt,
+// dev/test_corpus prints the new value.
+constexpr double kValNats = 0.12731075475943862;
 
-// The tokens of `count` stories, from number `first` on.
+// The tokens of `count` stories, starting with number `first`.
 std::vector<uint16_t> write_tokens(int first, int count) {
     std::vector<std::vector<int>> stories(count);
 #pragma omp parallel for schedule(dynamic, 100) num_threads(available_threads())
@@ -48,7 +48,8 @@ std::string write_story(uint64_t seed, uint64_t index) {
 }
 
 const Corpus& builtin_corpus() {
-    static const Corpus corpus = {write_tokens(kValStories, kTrainStories),
-                                  write_tokens(0, kValStories), kValNats};
+    static const Corpus corpus = {.train = write_tokens(kValStories, kTrainStories),
+                                  .val = write_tokens(0, kValStories),
+                                  .val_nats = kValNats};
     return corpus;
 }

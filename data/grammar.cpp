@@ -1,4 +1,4 @@
-// The grammar's notation read into tables, and the writer that walks them.
+// Reads the grammar's notation into tables, and writes texts from them.
 #include "data/grammar.h"
 
 #include <algorithm>
@@ -15,222 +15,339 @@ bool is_name(char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
 }
 
-// The one with this name, −1 if there is none.
+char to_lower(char c) {
+    return static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+}
+
+char to_upper(char c) {
+    return static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+}
+
+// The index of the rule or variable with this name, −1 if there is none.
 template <class Named>
 int find(const std::vector<Named>& all, const std::string& name) {
-    for (size_t i = 0; i < all.size(); i++)
+    for (size_t i = 0; i < all.size(); i++) {
         if (all[i].name == name)
             return static_cast<int>(i);
+    }
     return -1;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Reading the notation
+
+// Whether a literal ends in the word "a" and a blank: an article that may have to become "an".
+bool ends_in_article(const std::string& literal) {
+    const size_t n = literal.size();
+    if (n < 2 || literal[n - 1] != ' ' || to_lower(literal[n - 2]) != 'a')
+        return false;
+    return n == 2 || !is_name(literal[n - 3]);
 }
 
 class Reader {
   public:
     Reader(Grammar& grammar, const std::string& source) : g_(grammar) {
-        std::vector<std::string> lines(1);  // each with those that continue it
-        std::istringstream in(source);
-        for (std::string line; std::getline(in, line);)
-            if (line[0] == ' ')
-                lines.back() += " " + line.erase(0, line.find_first_not_of(' '));
-            else
-                lines.push_back(line);
-
-        // Rules and variables may be used before they are defined, so headers and bindings are read
+        split_lines(source);
+        // Rules and variables can be used before they are defined, so headers and bindings are read
         // first.
-        for (const auto read :
-             {&Reader::read_header, &Reader::read_bindings, &Reader::read_alternatives})
-            for (const std::string& line : lines) {
-                line_ = line;
-                at_ = 0;
-                if (!line.empty() && line[0] != '#')
-                    (this->*read)();
-            }
-        for (const Rule& rule : g_.rules)
+        for_each_line(&Reader::read_header);
+        for_each_line(&Reader::read_bindings);
+        for_each_line(&Reader::read_alternatives);
+        for (const Rule& rule : g_.rules) {
             if (rule.alternatives.empty())
                 throw Error("grammar: no alternatives of rule " + rule.name);
+        }
     }
 
   private:
+    enum class Form { list, rule, table, unknown };
+
     Grammar& g_;
-    std::string line_;  // what is being read, and where in it
-    size_t at_ = 0;
-    int current_ = -1;  // the rule whose header was read last
-    char form_ = 0;     // its form: l(ist), r(ule) or t(able)
+    std::vector<std::string> lines_;
+    std::string line_;           // the line that is being read
+    size_t at_ = 0;              // the position in it
+    int rule_ = -1;              // the rule whose header was read last
+    Form form_ = Form::unknown;  // its form
 
     [[noreturn]] void fail(const std::string& what) const {
         throw Error("grammar: " + what + " in \"" + line_.substr(0, 80) + "\"");
     }
-    // The name that starts behind the character at at_.
+
+    // A line that starts with blanks continues the one before.
+    void split_lines(const std::string& source) {
+        lines_.emplace_back();
+        std::istringstream in(source);
+        for (std::string line; std::getline(in, line);) {
+            if (line[0] == ' ')
+                lines_.back() += " " + line.erase(0, line.find_first_not_of(' '));
+            else
+                lines_.push_back(line);
+        }
+    }
+
+    void for_each_line(void (Reader::*read)()) {
+        for (const std::string& line : lines_) {
+            const bool is_comment = line[0] == '#';
+            if (line.empty() || is_comment)
+                continue;
+            line_ = line;
+            at_ = 0;
+            (this->*read)();
+        }
+    }
+
+    // Moves past `text` if that is next.
+    bool skip(const std::string& text) {
+        if (line_.compare(at_, text.size(), text) != 0)
+            return false;
+        at_ += text.size();
+        return true;
+    }
+
     std::string read_name() {
-        const size_t begin = ++at_;
-        while (is_name(line_[at_]))
+        const size_t begin = at_;
+        while (is_name(line_[at_])) {
             at_++;
+        }
         return line_.substr(begin, at_ - begin);
     }
 
+    Form read_form() {
+        const std::string word = read_name();
+        if (word == "list")
+            return Form::list;
+        if (word == "rule")
+            return Form::rule;
+        return word == "table" ? Form::table : Form::unknown;
+    }
+
+    // @list name, @rule name or @table name: column, column
     void read_header() {
-        if (line_[0] != '@')
+        if (!skip("@"))
             return;
-        const std::string form = read_name();
-        const std::string name = line_[at_] == ' ' ? read_name() : "";
+        const Form form = read_form();
+        const std::string name = skip(" ") ? read_name() : "";
         std::vector<std::string> columns;
-        while (line_.compare(at_, 2, ": ") == 0 || line_.compare(at_, 2, ", ") == 0) {
-            at_++;
+        while (skip(": ") || skip(", ")) {
             columns.push_back(read_name());
         }
-        const bool table = form == "table";
-        if (name.empty() || at_ < line_.size() || (form != "list" && form != "rule" && !table) ||
-            table == columns.empty())
+
+        const bool has_columns = !columns.empty();
+        if (form == Form::unknown || name.empty() || at_ < line_.size() ||
+            has_columns != (form == Form::table))
             fail("bad header");
         if (g_.rule(name) >= 0)
             fail("second definition");
-        g_.rules.push_back({name, table ? columns : std::vector<std::string>{""}, {}});
+        if (!has_columns)
+            columns = {""};
+        g_.rules.push_back({.name = name, .columns = columns, .alternatives = {}});
     }
 
-    // A slot {name:rule} binds a variable to a rule.
+    // Every slot {name:rule} binds a variable to a rule.
     void read_bindings() {
-        while ((at_ = line_.find('{', at_)) != std::string::npos) {
+        for (;;) {
+            at_ = line_.find('{', at_);
+            if (at_ == std::string::npos)
+                return;
+            at_++;
             const std::string name = read_name();
-            if (line_[at_] == ':' && find(g_.variables, name) < 0)
-                g_.variables.push_back({name, g_.rule(read_name())});
+            if (!skip(":"))
+                continue;
+            const std::string rule = read_name();
+            if (find(g_.variables, name) < 0)
+                g_.variables.push_back({.name = name, .rule = g_.rule(rule)});
         }
     }
 
     void read_alternatives() {
-        if (line_[0] == '@') {
-            current_++;
-            form_ = line_[1];
+        if (skip("@")) {
+            rule_++;
+            form_ = read_form();
             return;
         }
-        if (current_ < 0)
+        if (rule_ < 0)
             fail("no header yet");
-        if (form_ == 'r') {
-            const int weight = std::atoi(line_.c_str());
-            at_ = line_.find(' ') + 1;
-            if (weight < 1 || at_ == 0)
-                fail("no weight");
-            const Template text = read_template("");
-            g_.rules[current_].alternatives.push_back({static_cast<uint64_t>(weight), {text}});
-            return;
-        }
-        // A list is a table of one column.
-        const std::string separator = form_ == 'l' ? "," : "/";
+        if (form_ == Form::rule)
+            read_weighted();
+        else
+            read_rows();
+    }
+
+    void add_alternative(uint64_t weight, const std::vector<Template>& columns) {
+        g_.rules[rule_].alternatives.push_back({.weight = weight, .columns = columns});
+    }
+
+    // A line of a rule: its weight and the text.
+    void read_weighted() {
+        const int weight = std::atoi(line_.c_str());
+        const size_t blank = line_.find(' ');
+        if (weight < 1 || blank == std::string::npos)
+            fail("no weight");
+        at_ = blank + 1;
+        add_alternative(static_cast<uint64_t>(weight), {read_template("")});
+    }
+
+    // A line of a table: first columns separated by "/", which share the other columns. A line of a
+    // list is the same with one column and ",".
+    void read_rows() {
+        const std::string separator = form_ == Form::list ? "," : "/";
         std::vector<Template> firsts;
+        bool more = true;
+        while (more) {
+            firsts.push_back(read_part(separator + "|"));
+            more = line_[at_] == separator[0];
+            at_++;  // past the separator, "|" or the end of the line
+        }
+
         std::vector<Template> columns(1);
-        do
-            firsts.push_back(read_template(separator + "|", true));
-        while (line_[at_++] == separator[0]);
-        for (; at_ <= line_.size(); at_++)
-            columns.push_back(read_template("|", true));
-        if (columns.size() != g_.rules[current_].columns.size())
+        while (at_ <= line_.size()) {
+            columns.push_back(read_part("|"));
+            at_++;
+        }
+        if (columns.size() != g_.rules[rule_].columns.size())
             fail("wrong number of columns");
+
         for (const Template& first : firsts) {
             columns[0] = first;
             if (!first.empty())
-                g_.rules[current_].alternatives.push_back({1, columns});
+                add_alternative(1, columns);
         }
     }
 
-    // Up to one of the `stop` characters, which stays. A part of a line may also end with it, and
-    // has no blanks around it.
-    Template read_template(const std::string& stop, bool part = false) {
-        static const std::string kBreak = " ¶ ";
-        while (part && line_[at_] == ' ')
-            at_++;
+    // Reads up to one of the `stop` characters, which is not read, or to the end of the line.
+    Template read_template(const std::string& stop) {
         Template t;
         std::string literal;
-        const auto flush = [&] {
+        const auto finish_literal = [&] {
             if (!literal.empty())
-                t.push_back({Symbol::text, literal});
+                t.push_back({.kind = Symbol::text, .literal = literal});
             literal.clear();
         };
+
         while (at_ < line_.size() && stop.find(line_[at_]) == std::string::npos) {
             const char c = line_[at_];
-            if (line_.compare(at_, kBreak.size(), kBreak) == 0) {
+            if (skip(" ¶ ")) {
                 literal += '\n';
-                at_ += kBreak.size();
             } else if (c == '{' || c == '(' || c == '[') {
-                const size_t n = literal.size();
-                const bool article = n >= 2 && literal[n - 1] == ' ' &&
-                                     std::tolower(literal[n - 2]) == 'a' &&
-                                     (n == 2 || !is_name(literal[n - 3]));
+                const bool article = ends_in_article(literal);
                 if (article)
                     literal.pop_back();
-                flush();
-                t.push_back(c == '{' ? read_slot() : c == '(' ? read_choice() : read_option());
+                finish_literal();
+                t.push_back(read_symbol());
                 t.back().article = article;
             } else {
                 literal += c;
                 at_++;
             }
         }
-        if (at_ >= line_.size() && !part && !stop.empty())
-            fail("no closing " + stop);
-        if (part)
-            literal.erase(literal.find_last_not_of(' ') + 1);
-        flush();
+        finish_literal();
         return t;
     }
-    // A rule without a name, written in place.
-    Symbol choice_of(const std::vector<Alternative>& alternatives) {
-        at_++;  // the closing bracket
-        g_.rules.push_back({"", {""}, alternatives});
-        return {Symbol::choose, "", static_cast<int>(g_.rules.size()) - 1};
+
+    // The same of a part of a line, without the blanks around it.
+    Template read_part(const std::string& stop) {
+        while (line_[at_] == ' ') {
+            at_++;
+        }
+        Template t = read_template(stop);
+        if (t.empty() || t.back().kind != Symbol::text)
+            return t;
+        std::string& literal = t.back().literal;
+        literal.erase(literal.find_last_not_of(' ') + 1);
+        if (literal.empty())
+            t.pop_back();
+        return t;
     }
+
+    // The same within brackets, which must be closed in this line.
+    Template read_bracketed(const std::string& stop) {
+        const Template t = read_template(stop);
+        if (at_ >= line_.size())
+            fail("no closing " + stop);
+        return t;
+    }
+
+    Symbol read_symbol() {
+        const char bracket = line_[at_];
+        at_++;
+        if (bracket == '{')
+            return read_slot();
+        if (bracket == '(')
+            return read_choice();
+        return read_option();
+    }
+
+    // A choice written in place is a rule without a name.
+    Symbol choice_of(const std::vector<Alternative>& alternatives) {
+        g_.rules.push_back({.name = "", .columns = {""}, .alternatives = alternatives});
+        return {.kind = Symbol::choose, .rule = static_cast<int>(g_.rules.size()) - 1};
+    }
+
     Symbol read_choice() {  // (one|two)
         std::vector<Alternative> alternatives;
         do {
-            at_++;
-            alternatives.push_back({1, {read_template("|)")}});
-        } while (line_[at_] == '|');
+            alternatives.push_back({.weight = 1, .columns = {read_bracketed("|)")}});
+        } while (skip("|"));
+        at_++;  // the closing bracket
         return choice_of(alternatives);
     }
+
     Symbol read_option() {  // [30% text ]
-        const int percent = std::atoi(line_.c_str() + at_ + 1);
+        const int percent = std::atoi(line_.c_str() + at_);
         const size_t sign = line_.find("% ", at_);
         if (percent < 1 || percent > 99 || sign == std::string::npos)
             fail("an option without its percentage");
         at_ = sign + 2;
-        const Template taken = read_template("]");
-        return choice_of({{static_cast<uint64_t>(percent), {taken}},
-                          {static_cast<uint64_t>(100 - percent), {{}}}});
+        const Template text = read_bracketed("]");
+        at_++;  // the closing bracket
+        const Template nothing;
+        return choice_of({{.weight = static_cast<uint64_t>(percent), .columns = {text}},
+                          {.weight = static_cast<uint64_t>(100 - percent), .columns = {nothing}}});
     }
+
     Symbol read_slot() {  // {Name}, {name.column}, {name:rule.column!other}
-        Symbol s{Symbol::choose};
         std::string name = read_name();
-        std::string of;
-        std::string column;
-        s.capital = std::isupper(static_cast<unsigned char>(name[0]));
-        name[0] = static_cast<char>(std::tolower(name[0]));
-        s.variable = find(g_.variables, name);
-        if (line_[at_] == ':')
-            of = read_name();
-        if (line_[at_] == '.')
-            column = read_name();
-        while (line_[at_] == '!')
-            s.others.push_back(find(g_.variables, read_name()));
-        if (line_[at_++] != '}' || name.empty())
+        const std::string rule = skip(":") ? read_name() : "";
+        const std::string column = skip(".") ? read_name() : "";
+        std::vector<int> others;
+        while (skip("!")) {
+            others.push_back(find(g_.variables, read_name()));
+        }
+        if (!skip("}") || name.empty())
             fail("bad slot");
 
-        if (s.variable >= 0 && of.empty())
-            s.kind = column.empty() ? Symbol::again : Symbol::recall;
-        s.rule = s.variable >= 0 ? g_.variables[s.variable].rule : g_.rule(name);
+        Symbol s = {.kind = Symbol::choose, .others = others};
+        s.capital = std::isupper(static_cast<unsigned char>(name[0])) != 0;
+        name[0] = to_lower(name[0]);
+        s.variable = find(g_.variables, name);
+        const bool is_bound = s.variable >= 0;
+        if (is_bound && rule.empty())
+            s.kind = column.empty() ? Symbol::repeat : Symbol::recall;
+        s.rule = is_bound ? g_.variables[s.variable].rule : g_.rule(name);
         if (s.rule < 0)
-            fail("no rule " + (of.empty() ? name : of));
-        if (!of.empty() && g_.rule(of) != s.rule)
+            fail("no rule " + (rule.empty() ? name : rule));
+        if (!rule.empty() && g_.rule(rule) != s.rule)
             fail("bad binding of " + name);
-        const std::vector<std::string>& columns = g_.rules[s.rule].columns;
-        const auto found = std::find(columns.begin(), columns.end(), column);
-        if (!column.empty() && found == columns.end())
-            fail("no column " + column);
         if (!column.empty())
-            s.column = static_cast<int>(found - columns.begin());
-        for (int other : s.others)
+            s.column = column_index(s.rule, column);
+        for (const int other : others) {
             if (other < 0 || g_.variables[other].rule != s.rule)
                 fail("the name after ! remembers no row of it");
+        }
         return s;
     }
+
+    int column_index(int rule, const std::string& column) const {
+        const std::vector<std::string>& columns = g_.rules[rule].columns;
+        const auto found = std::find(columns.begin(), columns.end(), column);
+        if (found == columns.end())
+            fail("no column " + column);
+        return static_cast<int>(found - columns.begin());
+    }
 };
+
+// -------------------------------------------------------------------------------------------------
+// Writing a text
 
 class Writer {
   public:
@@ -238,55 +355,79 @@ class Writer {
         : g_(grammar), state_(mix64(mix64(seed) + index)), memory_(grammar.variables.size()) {}
 
     std::string choose(const Symbol& s) {
-        const auto weight = [&](const Alternative& a) {
-            for (int other : s.others)
-                if (remembered(other).row == &a)
-                    return uint64_t{0};
-            return a.weight;
-        };
-        uint64_t total = 0;
-        for (const Alternative& a : g_.rules[s.rule].alternatives)
-            total += weight(a);
-        // splitmix64, scaled by its high bits: off uniform by less than total/2⁶⁴
-        auto left = static_cast<uint64_t>(
-            static_cast<unsigned __int128>(mix64(state_ += kGolden)) * total >> 64);
-        const Alternative* a = g_.rules[s.rule].alternatives.data();
-        for (; left >= weight(*a); a++)
-            left -= weight(*a);
-        const std::string text = write(a->columns[s.column]);
+        const Alternative& chosen = draw(s);
+        const std::string text = write(chosen.columns[s.column]);
         if (s.variable >= 0)
-            memory_[s.variable] = {a, text};
+            memory_[s.variable] = {.row = &chosen, .text = text};
         return text;
     }
 
   private:
-    const Grammar& g_;
-    uint64_t state_;
     struct Memory {
         const Alternative* row = nullptr;
-        std::string text;
+        std::string text = {};
     };
-    std::vector<Memory> memory_;
+
+    const Grammar& g_;
+    uint64_t state_;              // SplitMix64's
+    std::vector<Memory> memory_;  // by variable
+
+    // A random number below n. It is off uniform by less than n/2⁶⁴.
+    uint64_t random_below(uint64_t n) {
+        state_ += kGolden;
+        const auto product = static_cast<unsigned __int128>(mix64(state_)) * n;
+        return static_cast<uint64_t>(product >> 64);
+    }
+
+    uint64_t weight(const Alternative& a, const std::vector<int>& others) const {
+        for (const int other : others) {
+            if (remembered(other).row == &a)
+                return 0;
+        }
+        return a.weight;
+    }
+
+    const Alternative& draw(const Symbol& s) {
+        const std::vector<Alternative>& alternatives = g_.rules[s.rule].alternatives;
+        uint64_t total = 0;
+        for (const Alternative& a : alternatives) {
+            total += weight(a, s.others);
+        }
+
+        uint64_t left = random_below(total);
+        size_t i = 0;
+        while (left >= weight(alternatives[i], s.others)) {
+            left -= weight(alternatives[i], s.others);
+            i++;
+        }
+        return alternatives[i];
+    }
 
     const Memory& remembered(int variable) const {
         if (!memory_[variable].row)
             throw Error("grammar: " + g_.variables[variable].name + " is not chosen yet");
         return memory_[variable];
     }
+
+    std::string write(const Symbol& s) {
+        switch (s.kind) {
+            case Symbol::text: return s.literal;
+            case Symbol::repeat: return remembered(s.variable).text;
+            case Symbol::recall: return write(remembered(s.variable).row->columns[s.column]);
+            default: return choose(s);
+        }
+    }
+
     std::string write(const Template& t) {
         std::string out;
         for (const Symbol& s : t) {
-            std::string piece = s.kind == Symbol::text    ? s.literal
-                                : s.kind == Symbol::again ? remembered(s.variable).text
-                                : s.kind == Symbol::recall
-                                    ? write(remembered(s.variable).row->columns[s.column])
-                                    : choose(s);
+            std::string piece = write(s);
             if (piece.empty())
-                continue;  // an option not taken
+                continue;  // an option that was not taken
             if (s.article)
                 out += std::strchr("aeiouAEIOU", piece[0]) ? "n " : " ";
             if (s.capital)
-                piece[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(piece[0])));
+                piece[0] = to_upper(piece[0]);
             out += piece;
         }
         return out;
@@ -304,5 +445,5 @@ int Grammar::rule(const std::string& name) const {
 }
 
 std::string Grammar::write(int rule, uint64_t seed, uint64_t index) const {
-    return Writer(*this, seed, index).choose({Symbol::choose, "", rule});
+    return Writer(*this, seed, index).choose({.kind = Symbol::choose, .rule = rule});
 }

@@ -1,10 +1,11 @@
-// Batches from token shards or plain text: where each window of an epoch lies, and reading it.
+// Batches from token shards or plain text: where the windows of an epoch are, and how they are
+// read.
 //
 // An epoch is a permutation of the shards and, within each, a permutation of its windows. No list
-// of windows is stored, because the permutation is a keyed function of the index (below). Any
-// position of any epoch is found directly, restore costs no replay, and memory does not grow with
-// the data. Shards are visited one after the other, so that one file is open at a time and reads
-// stay within it.
+// of windows is stored, because a permutation is a keyed function of the index (permute() below).
+// So any position of any epoch is found directly: resuming needs no replay, and memory does not
+// grow with the data. Shards are visited one after another, so that only one file is open at a time
+// and consecutive reads are from the same file.
 #include "data/loader.h"
 
 #include <glob.h>
@@ -15,60 +16,99 @@
 
 namespace {
 
-// A permutation of 0..n-1 chosen by `key`, evaluated at `index`. A Feistel network permutes
-// 0..4^k-1, with the least 4^k that is n or more. It is a permutation because each round can be
-// undone by running it backwards, whatever its round function. Results ≥ n are fed in again until
-// one is below n. That walk stays on one cycle of the network, which contains `index` itself, so it
-// ends and no two indices meet.
-uint64_t permute(uint64_t index, uint64_t n, uint64_t key) {
-    int half_bits = 1;
-    while (half_bits < 32 && (uint64_t{1} << (2 * half_bits)) < n)
-        half_bits++;
+// One pass of a Feistel network: a permutation of the numbers of 2·half_bits bits. Whatever the
+// round function, each round can be undone by running it backwards.
+uint64_t feistel(uint64_t index, int half_bits, uint64_t key) {
     const uint64_t mask = (uint64_t{1} << half_bits) - 1;
-    do {
-        uint64_t left = index >> half_bits;
-        uint64_t right = index & mask;
-        for (uint64_t round = 0; round < 6; round++) {
-            const uint64_t next = left ^ (mix(key ^ mix(right << 3 | round)) & mask);
-            left = right;
-            right = next;
-        }
-        index = left << half_bits | right;
-    } while (index >= n);
-    return index;
+    uint64_t left = index >> half_bits;
+    uint64_t right = index & mask;
+    for (uint64_t round = 0; round < 6; round++) {
+        const uint64_t function = mix(key ^ mix((right << 3) | round)) & mask;
+        const uint64_t next = left ^ function;
+        left = right;
+        right = next;
+    }
+    return (left << half_bits) | right;
 }
 
-std::string human(uint64_t n) {
+// Element `index` of a permutation of 0..n-1 that depends on `key`. The network permutes 0..4^k-1,
+// where 4^k is the smallest power that is at least n; results of n or more are fed into it again
+// until one is below n. That stays on one cycle of the network's permutation, which contains
+// `index` itself. So it ends, and no two indices have the same result.
+uint64_t permute(uint64_t index, uint64_t n, uint64_t key) {
+    int half_bits = 1;
+    while (half_bits < 32 && (uint64_t{1} << (2 * half_bits)) < n) {
+        half_bits++;
+    }
+    uint64_t result = index;
+    do {
+        result = feistel(result, half_bits, key);
+    } while (result >= n);
+    return result;
+}
+
+std::string human_readable(uint64_t n) {
     const double x = static_cast<double>(n);
-    return x >= 1e9   ? format("%.1f G", x / 1e9)
-           : x >= 1e6 ? format("%.1f M", x / 1e6)
-                      : format("%zu", n);
+    if (x >= 1e9)
+        return format("%.1f G", x / 1e9);
+    if (x >= 1e6)
+        return format("%.1f M", x / 1e6);
+    return format("%zu", n);
 }
 
 std::vector<std::string> matching_files(const std::string& pattern) {
+    // An existing name means that file, even if it looks like a pattern.
     struct stat info;
-    // an existing name means that file, even if it has brackets
     if (stat(pattern.c_str(), &info) == 0) {
         if (S_ISDIR(info.st_mode))
             throw Error(pattern + ": is a directory; give a file or a quoted pattern such as " +
                         shell_quoted(glob_escaped(pattern) + "/train_*.bin"));
         return {pattern};
     }
+
     glob_t found;
     const int status = glob(pattern.c_str(), GLOB_ERR, nullptr, &found);
     std::vector<std::string> paths;
-    // sorted
-    for (size_t i = 0; status == 0 && i < found.gl_pathc; i++)
-        paths.push_back(found.gl_pathv[i]);
+    if (status == 0)
+        paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);  // sorted
     globfree(&found);
-    if (paths.empty())
-        throw Error(pattern +
-                    (status == GLOB_ABORTED
-                         ? ": a directory of this pattern is missing or cannot be read; check the "
-                           "path and its permissions"
-                         : ": no such file, and no file matches it as a pattern; check the path") +
-                    ", or make token shards with data/prepare.py");
-    return paths;
+    if (!paths.empty())
+        return paths;
+
+    const char* const why =
+        status == GLOB_ABORTED
+            ? ": a directory of this pattern is missing or cannot be read; check the path and its "
+              "permissions"
+            : ": no such file, and no file matches it as a pattern; check the path";
+    throw Error(pattern + why + ", or make token shards with data/prepare.py");
+}
+
+// Whether a shard has byte tokens and <|endoftext|> only.
+bool has_only_bytes(const InputFile& shard) {
+    constexpr uint64_t kTokensPerRead = 1 << 20;
+    const auto is_byte = [](int token) { return token < kByteEndOfText || token == kEndOfText; };
+
+    std::vector<uint16_t> tokens;
+    uint64_t offset = kHeaderBytes;
+    while (offset + sizeof(uint16_t) <= shard.size) {
+        tokens.resize(std::min(kTokensPerRead, (shard.size - offset) / sizeof(uint16_t)));
+        shard.read(offset, tokens.data(), tokens.size() * sizeof(uint16_t));
+        if (!std::all_of(tokens.begin(), tokens.end(), is_byte))
+            return false;
+        offset += tokens.size() * sizeof(uint16_t);
+    }
+    return true;
+}
+
+// Throws Error for a file without a shard's magic that is not to be read as text either.
+[[noreturn]] void refuse_magic(const std::string& path, int32_t magic, bool only_file) {
+    const char* advice = "a pattern is for token shards only; give a text file by itself";
+    if (magic == kModelMagic)
+        advice = "this is a model checkpoint, give token shards as data";
+    else if (only_file)
+        advice = "give llm.c token shards, or rename a text file so that it does not end in .bin";
+    throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", path.c_str(),
+                       kShardMagic, magic, advice));
 }
 
 }  // namespace
@@ -76,25 +116,18 @@ std::vector<std::string> matching_files(const std::string& pattern) {
 int vocabulary_of(const std::string& pattern, bool encoded) {
     if (encoded)
         return kEndOfText + 1;
-    constexpr uint64_t kAtOnce = 1 << 20;  // tokens
-    const auto is_byte = [](int token) { return token < kByteEndOfText || token == kEndOfText; };
     for (const std::string& path : matching_files(pattern)) {
         const InputFile file(path);
         int32_t magic = 0;
         file.read(0, &magic, std::min<uint64_t>(sizeof magic, file.size));
-        if (magic != kShardMagic)
-            continue;
-        std::vector<uint16_t> tokens(kAtOnce);
-        for (uint64_t at = kHeaderBytes; at + sizeof(uint16_t) <= file.size;
-             at += tokens.size() * sizeof(uint16_t)) {
-            tokens.resize(std::min(kAtOnce, (file.size - at) / sizeof(uint16_t)));
-            file.read(at, tokens.data(), tokens.size() * sizeof(uint16_t));
-            if (!std::all_of(tokens.begin(), tokens.end(), is_byte))
-                return kEndOfText + 1;
-        }
+        if (magic == kShardMagic && !has_only_bytes(file))
+            return kEndOfText + 1;
     }
     return kByteVocab;
 }
+
+// -------------------------------------------------------------------------------------------------
+// Opening the data
 
 void Loader::check_end_of_text(const std::string& name) const {
     if (end_of_text_ >= vocab_)
@@ -104,172 +137,208 @@ void Loader::check_end_of_text(const std::string& name) const {
                    name.c_str(), kByteVocab, kEndOfText + 1, vocab_));
 }
 
-// Every document's tokens behind <|endoftext|>.
 Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenizer) {
     check_end_of_text(file.path);
-    const std::string text = file.rest();
+    const std::string text = file.read_all();
     check_is_text(text, file.path);
     is_text_ = true;
     is_bpe_ = tokenizer.has_pairs_for(vocab_);
     if (is_bpe_)
         check_utf8(text, file.path);
+
     for (const std::string& document : documents(text)) {
         const std::vector<int> tokens = tokenizer.encode(document, vocab_, file.path);
         text_.push_back(static_cast<uint16_t>(end_of_text_));
         text_.insert(text_.end(), tokens.begin(), tokens.end());
     }
-    return {file.path, text_.size(), file.size};
+    return {.path = file.path, .tokens = text_.size(), .file_bytes = file.size};
 }
 
-// Checks the header of a shard, or finds that it is a text file.
+// Checks the header of a shard, or reads the file as text. `only_file`: it is all of the data.
 Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tokenizer& tokenizer) {
+    struct {
+        int32_t magic;
+        int32_t version;
+        int32_t tokens;
+    } header = {};
     const InputFile file(path);
-    int32_t header[3] = {};  // magic, version, count
-    file.read(0, header, std::min<uint64_t>(sizeof header, file.size));
-    if (header[0] != kShardMagic) {
-        const bool binary = path.size() >= 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
-        if (binary || header[0] == kModelMagic || !only_file)
-            throw Error(
-                path +
-                format(": wrong magic at offset 0: expected %d, found %d; ", kShardMagic,
-                       header[0]) +
-                (header[0] == kModelMagic ? "this is a model checkpoint, give token shards as data"
-                 : only_file
-                     ? "give llm.c token shards, or rename a text file so that it "
-                       "does not end in .bin"
-                     : "a pattern takes token shards only, a text file has to be given alone"));
+    file.read(0, &header, std::min<uint64_t>(sizeof header, file.size));
+
+    if (header.magic != kShardMagic) {
+        if (path.ends_with(".bin") || header.magic == kModelMagic || !only_file)
+            refuse_magic(path, header.magic, only_file);
         return read_text(file, tokenizer);
     }
+
     file.require(file.size >= kHeaderBytes,
                  format("truncated: expected a header of %zu bytes, found a file of %zu",
                         kHeaderBytes, file.size));
-    if (header[1] != 1)
-        throw Error(path + format(": wrong version at offset 4: expected 1, found %d", header[1]) +
-                    "; write the shard anew with this version");
-    file.require(header[2] >= 0,
+    if (header.version != 1)
+        throw Error(
+            format("%s: wrong version at offset 4: expected 1, found %d; "
+                   "write the shard again as version 1",
+                   path.c_str(), header.version));
+    file.require(header.tokens >= 0,
                  format("damaged header: number of tokens at offset 8: expected 0..%d, found %d",
-                        INT_MAX, header[2]));
-    const uint64_t tokens = static_cast<uint64_t>(header[2]);
+                        INT_MAX, header.tokens));
+    const uint64_t tokens = static_cast<uint64_t>(header.tokens);
     const uint64_t expected = kHeaderBytes + tokens * sizeof(uint16_t);
     file.require(
         file.size == expected,
         format("%s: the header says %zu tokens, expected %zu bytes, found %zu",
                file.size < expected ? "truncated" : "too long", tokens, expected, file.size));
-    return {path, tokens, file.size};
+    return {.path = path, .tokens = tokens, .file_bytes = file.size};
 }
 
-Loader::Loader(const Source& source, int B, int T, int vocab, bool shuffle, uint64_t seed,
-               const Tokenizer& tokenizer)
-    : B_(B), T_(T), seed_(seed), vocab_(vocab), shuffle_(shuffle) {
-    end_of_text_ = vocab == kByteVocab ? kByteEndOfText : kEndOfText;
+Loader::Loader(const Source& source, const LoaderOptions& options, const Tokenizer& tokenizer)
+    : B_(options.B),
+      T_(options.T),
+      seed_(options.seed),
+      vocab_(options.vocab),
+      end_of_text_(options.vocab == kByteVocab ? kByteEndOfText : kEndOfText),
+      shuffle_(options.shuffle) {
     if (source.tokens) {
         check_end_of_text(source.name);
         memory_ = source.tokens->data();
+        const size_t tokens = source.tokens->size();
         shards_.push_back(
-            {source.name, source.tokens->size(), source.tokens->size() * sizeof(uint16_t)});
+            {.path = source.name, .tokens = tokens, .file_bytes = tokens * sizeof(uint16_t)});
     } else {
         const std::vector<std::string> paths = matching_files(source.name);
         for (const std::string& path : paths) {
             shards_.push_back(inspect(path, paths.size() == 1, tokenizer));
         }
     }
+
     for (const Shard& shard : shards_) {
         tokens_ += shard.tokens;
         windows_ += windows_in(shard);
     }
-    const bool one = shards_.size() == 1;
     if (windows_ == 0)
         throw Error(
-            format("%s: too little data: %zu tokens in %zu %s, none with the %d of a sequence; "
+            format("%s: too little data: %zu tokens in %zu %s, none with the %zu of a sequence; "
                    "choose a smaller -t",
-                   source.name.c_str(), tokens_, shards_.size(), one ? "file" : "files", T + 1));
-    const std::string kind = memory_ ? source.name
-                             : is_text_
-                                 ? "text file"
-                                 : format("%zu %s", shards_.size(), one ? "shard" : "shards");
-    description_ =
-        kind + ", " + human(tokens_) + (is_bpe_ ? " BPE tokens" : " tokens") + left_out();
+                   source.name.c_str(), tokens_, shards_.size(),
+                   shards_.size() == 1 ? "file" : "files", T_ + 1));
+    description_ = describe(source);
     begin_epoch();
 }
 
-// A shard's last window needs the first token of the one that would follow it.
+std::string Loader::describe(const Source& source) const {
+    std::string kind = format("%zu %s", shards_.size(), shards_.size() == 1 ? "shard" : "shards");
+    if (memory_)
+        kind = source.name;
+    else if (is_text_)
+        kind = "text file";
+    const char* const unit = is_bpe_ ? " BPE tokens" : " tokens";
+    return kind + ", " + human_readable(tokens_) + unit + left_out();
+}
+
+// Which tokens are in no window: the ends of the shards, and shards that are shorter than a window.
 std::string Loader::left_out() const {
-    constexpr size_t kNamed = 10;
-    uint64_t tails = 0;
-    uint64_t in_short = 0;
-    size_t count = 0;
+    constexpr size_t kMostNames = 10;
+    uint64_t at_ends = 0;
+    uint64_t in_short_shards = 0;
+    size_t short_shards = 0;
     std::string names;
     for (const Shard& shard : shards_) {
-        if (windows_in(shard) > 0) {
-            tails += shard.tokens - windows_in(shard) * T_ - 1;
+        const uint64_t windows = windows_in(shard);
+        if (windows > 0) {
+            at_ends += shard.tokens - (windows * T_ + 1);
             continue;
         }
-        in_short += shard.tokens;
-        if (count++ < kNamed)
-            names += (count == 1 ? " " : ", ") + shard.path;
+        in_short_shards += shard.tokens;
+        short_shards++;
+        if (short_shards <= kMostNames)
+            names += (short_shards == 1 ? " " : ", ") + shard.path;
     }
-    if (count > kNamed)
-        names += format(" and %zu more", count - kNamed);
+    if (short_shards > kMostNames)
+        names += format(" and %zu more", short_shards - kMostNames);
+
     std::string text;
-    if (tails)
-        text +=
-            format("; left out: %zu at the %s", tails, shards_.size() > 1 ? "shards' ends" : "end");
-    if (count)
-        text += format("%s %zu in shards shorter than %zu:", tails ? "," : "; left out:", in_short,
-                       T_ + 1) +
+    if (at_ends > 0)
+        text += format("; left out: %zu at the %s", at_ends,
+                       shards_.size() == 1 ? "end" : "shards' ends");
+    if (short_shards > 0)
+        text += format("%s %zu in shards shorter than %zu:", at_ends > 0 ? "," : "; left out:",
+                       in_short_shards, T_ + 1) +
                 names;
     return text;
 }
 
+// -------------------------------------------------------------------------------------------------
+// Reading batches
+
+// The key of a permutation of this epoch: of the windows of shard `index`, or of the shards if
+// `index` is their number.
+uint64_t Loader::permutation_key(uint64_t index) const {
+    return mix(mix(seed_ ^ mix(state_.epoch)) ^ index);
+}
+
 void Loader::begin_epoch() {
-    order_.resize(shards_.size());
+    const size_t shards = shards_.size();
+    order_.resize(shards);
     first_window_.assign(1, 0);
-    for (size_t i = 0; i < shards_.size(); i++) {
-        order_[i] = shuffle_ ? permute(i, shards_.size(), key(shards_.size())) : i;
+    for (size_t i = 0; i < shards; i++) {
+        order_[i] = shuffle_ ? permute(i, shards, permutation_key(shards)) : i;
         first_window_.push_back(first_window_.back() + windows_in(shards_[order_[i]]));
     }
 }
 
 // The T + 1 tokens of the window at state_.window.
 std::vector<int> Loader::read_window() {
-    const auto behind = std::upper_bound(first_window_.begin(), first_window_.end(), state_.window);
-    const size_t index = order_[behind - first_window_.begin() - 1];
+    const auto next = std::upper_bound(first_window_.begin(), first_window_.end(), state_.window);
+    const size_t place = next - first_window_.begin() - 1;  // of the shard in this epoch
+    const size_t index = order_[place];
     const Shard& shard = shards_[index];
-    uint64_t local = state_.window - behind[-1];
+
+    uint64_t window = state_.window - first_window_[place];  // within the shard
     if (shuffle_)
-        local = permute(local, windows_in(shard), key(index));
-    const uint64_t begin = local * T_;  // token of the shard
+        window = permute(window, windows_in(shard), permutation_key(index));
+    const uint64_t begin = window * T_;
     if (is_text_)
         return {&text_[begin], &text_[begin] + T_ + 1};
+
+    const std::vector<uint16_t> tokens = read_tokens(shard, begin);
+    std::vector<int> ids;
+    ids.reserve(tokens.size());
+    for (size_t i = 0; i < tokens.size(); i++) {
+        ids.push_back(checked_id(tokens[i], shard, begin + i));
+    }
+    return ids;
+}
+
+// T + 1 tokens from position `begin` of a shard or of memory.
+std::vector<uint16_t> Loader::read_tokens(const Shard& shard, uint64_t begin) {
     std::vector<uint16_t> tokens(T_ + 1);
     if (memory_) {
         std::copy_n(memory_ + begin, tokens.size(), tokens.data());
-    } else {
-        if (!file_ || file_->path != shard.path)
-            file_ = std::make_unique<InputFile>(shard.path);
-        file_->read(kHeaderBytes + begin * sizeof(uint16_t), tokens.data(),
-                    tokens.size() * sizeof(uint16_t));
+        return tokens;
     }
-    // A byte vocabulary's 256 is <|endoftext|>, which is 50256 in every shard.
+    if (!file_ || file_->path != shard.path)
+        file_ = std::make_unique<InputFile>(shard.path);
+    file_->read(kHeaderBytes + begin * sizeof(uint16_t), tokens.data(),
+                tokens.size() * sizeof(uint16_t));
+    return tokens;
+}
+
+// The id in this vocabulary of a shard's token at this position. Shards always store <|endoftext|>
+// as 50256, so a byte vocabulary's own 256 is not a valid token there.
+int Loader::checked_id(uint16_t token, const Shard& shard, uint64_t position) const {
     const int limit = vocab_ == kByteVocab ? kByteEndOfText : vocab_;
-    std::vector<int> window(tokens.begin(), tokens.end());
-    for (size_t i = 0; i < window.size(); i++) {
-        const bool is_end = tokens[i] == kEndOfText;
-        if (is_end)
-            window[i] = end_of_text_;
-        if (window[i] >= (is_end ? vocab_ : limit))
-            throw Error(
-                format("%s: token at offset %zu: expected less than the vocabulary of %d, found "
-                       "%d; train a model with "
-                       "a larger vocabulary on this data",
-                       shard.path.c_str(), kHeaderBytes + (begin + i) * sizeof(uint16_t), limit,
-                       tokens[i]));
-    }
-    return window;
+    const bool is_end = token == kEndOfText;
+    const bool valid = is_end ? end_of_text_ < vocab_ : token < limit;
+    if (!valid)
+        throw Error(
+            format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; "
+                   "train a model with a larger vocabulary on this data",
+                   shard.path.c_str(), kHeaderBytes + position * sizeof(uint16_t), limit, token));
+    return is_end ? end_of_text_ : token;
 }
 
 void Loader::advance() {
-    if (++state_.window < windows_)
+    state_.window++;
+    if (state_.window < windows_)
         return;
     state_.window = 0;
     state_.epoch++;
@@ -287,44 +356,47 @@ void Loader::next(int* inputs, int* targets) {
 }
 
 void Loader::skip(uint64_t batches) {
-    for (uint64_t i = 0; i < batches * B_; i++)
+    for (uint64_t i = 0; i < batches * B_; i++) {
         advance();
+    }
     state_.batches += batches;
 }
 
 void Loader::restore(const LoaderState& state) {
     if (state.window >= windows_)
         throw Error(
-            description_ +
-            format(": cannot go on at window %zu: an epoch has %zu; ", state.window, windows_) +
-            "resume with the data the checkpoint was made on");
+            format("%s: cannot go on at window %zu: an epoch has %zu; "
+                   "resume with the data that the checkpoint was trained on",
+                   description_.c_str(), state.window, windows_));
     state_ = state;
     begin_epoch();
 }
 
-// Hashes blocks of 4 KiB spread over each file, its first and its last among them. They are about
-// 256 in all and at least three a file. A file no larger than its share is hashed whole. Names do
-// not count, because moved data is the same data. The tokens of a text do, because another
-// tokenizer makes other data of it.
+// Hashes blocks of 4 KiB that are spread over each file, including its first and its last: about
+// 256 blocks in all, but at least three per file. A file that is no larger than its blocks is
+// hashed as a whole. Names are not hashed, because data that was moved is still the same. The
+// tokens of a text file are, because another tokenizer makes other data of it.
 uint64_t Loader::identity() const {
     constexpr uint64_t kBlockBytes = 4096;
     constexpr uint64_t kBlocks = 256;
-    const uint64_t blocks = std::max<uint64_t>(3, kBlocks / shards_.size());
-    std::vector<char> block(kBlockBytes);
     uint64_t hash = shards_.size();
     hash = checksum64(text_.data(), text_.size() * sizeof(uint16_t), hash);
     if (memory_)
         return checksum64(memory_, tokens_ * sizeof(uint16_t), hash);
+
+    const uint64_t blocks_per_file = std::max<uint64_t>(3, kBlocks / shards_.size());
+    std::vector<char> block(kBlockBytes);
     for (const Shard& shard : shards_) {
         const InputFile input(shard.path);
-        hash = checksum64(&shard.file_bytes, sizeof shard.file_bytes, hash);
-        const bool whole = shard.file_bytes <= blocks * kBlockBytes;
-        const uint64_t count = whole ? (shard.file_bytes + kBlockBytes - 1) / kBlockBytes : blocks;
+        const uint64_t size = shard.file_bytes;
+        hash = checksum64(&size, sizeof size, hash);
+
+        const bool whole = size <= blocks_per_file * kBlockBytes;
+        const uint64_t count = whole ? (size + kBlockBytes - 1) / kBlockBytes : blocks_per_file;
         for (uint64_t i = 0; i < count; i++) {
             const uint64_t offset =
-                whole ? i * kBlockBytes : (shard.file_bytes - kBlockBytes) * i / (blocks - 1);
-            const size_t bytes =
-                static_cast<size_t>(std::min(kBlockBytes, shard.file_bytes - offset));
+                whole ? i * kBlockBytes : (size - kBlockBytes) * i / (blocks_per_file - 1);
+            const uint64_t bytes = std::min(kBlockBytes, size - offset);
             input.read(offset, block.data(), bytes);
             hash = checksum64(block.data(), bytes, hash);
         }

@@ -9,17 +9,19 @@
 #include "data/file.h"
 #include "data/tokenizer.h"
 
-// Where the loader is. This is enough to go on bit-exactly.
+// The position of a loader in its data: enough to resume with exactly the batches that follow.
 struct LoaderState {
-    uint64_t epoch = 0, window = 0;  // windows of this epoch handed out
-    uint64_t batches = 0;            // handed out since the start
+    uint64_t epoch = 0;
+    uint64_t window = 0;   // windows of this epoch that have been read
+    uint64_t batches = 0;  // batches read since the start
 };
 
 // Where a loader's tokens come from: files, or memory.
 struct Source {
-    // a file or a glob, or what messages call the tokens in memory
+    // a file, a glob pattern or, if the tokens are in memory, what messages call them
     std::string name = {};
-    const std::vector<uint16_t>* tokens = nullptr;  // GPT-2's ids, which must outlive the loader
+    // tokens in memory, as GPT-2's ids, or null; they must outlive the loader
+    const std::vector<uint16_t>* tokens = nullptr;
 
     Source() = default;
     Source(const char* pattern) : name(pattern) {}
@@ -29,75 +31,97 @@ struct Source {
     bool empty() const { return name.empty(); }
 };
 
-// The vocabulary that data needs, single bytes or GPT-2's. Text is in bytes unless a tokenizer will
-// have `encoded` it. Of shards all tokens are read, up to the first that is no byte.
+// The vocabulary that this data needs: single bytes, or GPT-2's. `encoded` says whether a tokenizer
+// will encode text. For shards this reads tokens until it finds one that is not a byte.
 int vocabulary_of(const std::string& pattern, bool encoded);
 
-// Windows of T+1 tokens start every T tokens of each shard, so the last target of one window is the
-// first input of the next. An epoch visits every window once. With shuffle, (seed, epoch) permutes
-// shards and windows anew each epoch. B windows make a batch. If they do not divide an epoch, its
-// last batch takes windows of the next one. Nobody sees the tail of a shard that is shorter than a
-// window. description() says how much that is.
+struct LoaderOptions {
+    int B = 1;
+    int T = 1;
+    int vocab = kEndOfText + 1;
+    bool shuffle = false;
+    uint64_t seed = 0;  // for the shuffle
+};
+
+// Reads windows of T + 1 tokens, which start every T tokens of each shard, so that the last target
+// of a window is the first input of the next. B windows make a batch. An epoch has every window
+// once; with `shuffle`, (seed, epoch) determines the order of the shards and of the windows in each
+// shard. If B does not divide the number of windows, an epoch's last batch continues with windows
+// of the next epoch. The tokens after a shard's last window are never read; description() says how
+// many they are.
 //
-// `source`: a file or a glob of llm.c shards, or one plain text file, or tokens in memory. A shard
-// is a header of 256 int32 (magic 20240520, version 1, count) and then uint16 tokens. Any other
-// file is text, whose documents() each follow an <|endoftext|>. With a tokenizer file and GPT-2's
-// vocabulary they are in BPE, else in byte ids. Text is kept in memory, two bytes a token. Shards
-// may be many and larger than 2 GiB, because they are read as needed, never whole. `vocab`: an id ≥
-// vocab is an error that names file and offset. With vocab == kByteVocab <|endoftext|> is mapped to
-// 256. Throws Error on no match, a wrong magic or version, truncation (expected and found bytes),
-// and a token ≥ vocab. Data that is neither shard nor text is an Error too, and so is data without
-// a window.
+// A source is one of
+// - llm.c shards, one or those that match a glob pattern: a header of 256 int32 (magic 20240520,
+//   version 1, count), then uint16 tokens. They are read as needed, never as a whole, so there can
+//   be many and they can be larger than 2 GiB;
+// - one text file, which is any file that is not a shard. Each of its documents() starts with
+//   <|endoftext|>. It is encoded in BPE if there is a tokenizer file and a vocabulary like GPT-2's,
+//   and otherwise in bytes. Its tokens are kept in memory;
+// - tokens in memory.
+//
+// A vocabulary of kByteVocab has <|endoftext|> as 256. A token outside of the vocabulary is an
+// Error that names the file and the offset. It is also an Error if no file matches, if a file is
+// neither a shard nor text, if a header or a size is wrong, or if there is not a single window.
 class Loader {
   public:
-    Loader(const Source& source, int B, int T, int vocab, bool shuffle, uint64_t seed,
-           const Tokenizer& tokenizer = {});
+    Loader(const Source& source, const LoaderOptions& options, const Tokenizer& tokenizer = {});
 
-    // Writes inputs and targets (B,T). The targets are the inputs shifted by one.
+    // Writes inputs and targets (B, T). The targets are the inputs shifted by one token.
     void next(int* inputs, int* targets);
-    void skip(uint64_t batches);   // as next, without reading them
-    void reset() { restore({}); }  // back to the first batch of epoch 0
+    void skip(uint64_t batches);   // advances like next(), without reading
+    void reset() { restore({}); }  // to the first batch of epoch 0
 
     LoaderState state() const { return state_; }
     void restore(const LoaderState&);
 
-    uint64_t windows() const { return windows_; }  // of an epoch
-    // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens" / "text file, 0.9 M BPE tokens". Tokens
-    // that no window has are counted behind that, and shards without a window are named (left_out).
+    uint64_t windows() const { return windows_; }  // per epoch
+    // "12 shards, 1.2 G tokens", "text file, 3.4 M tokens" or "text file, 0.9 M BPE tokens", and
+    // then, if there are any, how many tokens are in no window and which shards have no window.
     const std::string& description() const { return description_; }
-    // tells data apart: a hash of the shards' sizes and samples of their content
+    // A hash of the sizes of the shards and of samples of their content, which tells data apart.
     uint64_t identity() const;
 
   private:
     struct Shard {
         std::string path;
-        uint64_t tokens, file_bytes;
+        uint64_t tokens;
+        uint64_t file_bytes;
     };
-    uint64_t B_, T_, seed_;
-    int vocab_, end_of_text_;
-    bool shuffle_, is_text_ = false, is_bpe_ = false;
-    std::vector<Shard> shards_;
-    std::vector<uint16_t> text_;         // the tokens of a text file
-    const uint16_t* memory_ = nullptr;   // those of a source in memory
-    uint64_t tokens_ = 0, windows_ = 0;  // in all shards
+
+    uint64_t B_;
+    uint64_t T_;
+    uint64_t seed_;
+    int vocab_;
+    int end_of_text_;  // the id of <|endoftext|> in this vocabulary
+    bool shuffle_;
+
+    bool is_text_ = false;
+    bool is_bpe_ = false;
+    std::vector<Shard> shards_;         // a text file or tokens in memory count as one
+    std::vector<uint16_t> text_;        // the tokens of a text file
+    const uint16_t* memory_ = nullptr;  // tokens in memory
+    uint64_t tokens_ = 0;               // in all shards
+    uint64_t windows_ = 0;              // in all shards
     std::string description_;
 
     LoaderState state_;
-    std::vector<size_t> order_;  // shards in the order of this epoch
-    // of order_[i] in this epoch, and behind the last the number of all windows
-    std::vector<uint64_t> first_window_;
-    std::unique_ptr<InputFile> file_;  // the shard in use
+    std::vector<size_t> order_;           // the shards in the order of this epoch
+    std::vector<uint64_t> first_window_;  // of shard order_[i]; the last entry is windows_
+    std::unique_ptr<InputFile> file_;     // the shard that was read last
 
     void check_end_of_text(const std::string& name) const;
     Shard inspect(const std::string& path, bool only_file, const Tokenizer& tokenizer);
     Shard read_text(const InputFile& file, const Tokenizer& tokenizer);
+    std::string describe(const Source& source) const;
     std::string left_out() const;
     uint64_t windows_in(const Shard& shard) const {
         return shard.tokens > 0 ? (shard.tokens - 1) / T_ : 0;
     }
-    // of a permutation
-    uint64_t key(uint64_t what) const { return mix(mix(seed_ ^ mix(state_.epoch)) ^ what); }
+
+    uint64_t permutation_key(uint64_t index) const;
     void begin_epoch();
-    std::vector<int> read_window();
     void advance();
+    std::vector<int> read_window();
+    std::vector<uint16_t> read_tokens(const Shard& shard, uint64_t begin);
+    int checked_id(uint16_t token, const Shard& shard, uint64_t position) const;
 };

@@ -1,4 +1,3 @@
-// Text files, and names in commands.
 #include "data/text.h"
 
 #include <cstring>
@@ -10,11 +9,14 @@
 using namespace std::string_view_literals;
 
 void check_is_text(const std::string& text, const std::string& path) {
-    static const struct {
-        size_t at;
+    struct Format {
+        size_t offset;
         std::string_view bytes;
-        const char *what, *advice;
-    } known[] = {
+        const char* name;
+        const char* advice;
+    };
+    // UTF-32 starts with the bytes of UTF-16, so it comes first.
+    static constexpr Format kFormats[] = {
         {0, "\x93NUMPY"sv, "a NumPy array", "write its ids as token shards"},
         {7, "\0{"sv, "safetensors",
          "give text or token shards; scripts/hf.py import reads a model"},
@@ -30,53 +32,80 @@ void check_is_text(const std::string& text, const std::string& path) {
         {0, "PAR1"sv, "Parquet", "let data/prepare.py make token shards of it"},
         {0, "%PDF-"sv, "a PDF", "convert it to text"},
     };
-    for (const auto& k : known)
-        if (text.size() >= k.at && text.compare(k.at, k.bytes.size(), k.bytes) == 0)
+    for (const Format& f : kFormats) {
+        const bool matches =
+            text.size() >= f.offset && text.compare(f.offset, f.bytes.size(), f.bytes) == 0;
+        if (matches)
             throw Error(
-                format("%s: is no text but looks like %s; %s", path.c_str(), k.what, k.advice));
-    if (const size_t zero = text.find('\0'); zero != std::string::npos)
+                format("%s: is not text, but looks like %s; %s", path.c_str(), f.name, f.advice));
+    }
+
+    const size_t zero = text.find('\0');
+    if (zero != std::string::npos)
         throw Error(format(
-            "%s: is no text, for it has a zero byte at offset %zu; give UTF-8 text or token shards",
+            "%s: is not text: there is a zero byte at offset %zu; give UTF-8 text or token shards",
             path.c_str(), zero));
 }
 
 std::vector<std::string> split(const std::string& text, const std::string& separator) {
     std::vector<std::string> parts;
-    for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + separator.size()) {
-        end = text.find(separator, begin);
-        parts.push_back(text.substr(begin, end == std::string::npos ? end : end - begin));
+    size_t begin = 0;
+    for (;;) {
+        const size_t end = text.find(separator, begin);
+        if (end == std::string::npos)
+            break;
+        parts.push_back(text.substr(begin, end - begin));
+        begin = end + separator.size();
     }
+    parts.push_back(text.substr(begin));
     return parts;
 }
 
-// Nothing but white space, as Python's str.isspace() counts it.
+// Whether there is nothing but white space, as Python's str.isspace() counts it.
 static bool is_blank(const std::string& text) {
-    for (size_t at = 0; at < text.size();) {
+    size_t at = 0;
+    while (at < text.size()) {
         const Character c = character(text, at);
-        if (c.bytes == 0 || !(is_white_space(text, at) || (c.code >= 0x1C && c.code <= 0x1F)))
+        // Python also counts the separators of files, groups, records and units.
+        const bool separator = c.code >= 0x1C && c.code <= 0x1F;
+        if (c.bytes == 0 || !(is_white_space(text, at) || separator))
             return false;
         at += c.bytes;
     }
     return true;
 }
 
+static void drop_leading_line_end(std::string& text) {
+    if (text.starts_with("\n"))
+        text.erase(0, 1);
+    else if (text.starts_with("\r\n"))
+        text.erase(0, 2);
+}
+
+static void drop_trailing_line_end(std::string& text) {
+    if (!text.ends_with('\n'))
+        return;
+    text.pop_back();
+    if (text.ends_with('\r'))
+        text.pop_back();
+}
+
 std::vector<std::string> documents(const std::string& text) {
-    const std::string mark = "\xEF\xBB\xBF";
-    std::vector<std::string> parts = split(
-        text.compare(0, mark.size(), mark) ? text : text.substr(mark.size()), kEndOfTextPiece);
+    const std::string byte_order_mark = "\xEF\xBB\xBF";
+    const bool marked = text.starts_with(byte_order_mark);
+    std::vector<std::string> parts =
+        split(marked ? text.substr(byte_order_mark.size()) : text, kEndOfTextPiece);
+
     std::vector<std::string> found;
     for (size_t i = 0; i < parts.size(); i++) {
+        const bool is_first = i == 0;
+        const bool is_last = i + 1 == parts.size();
         std::string& part = parts[i];
-        // A line end between two separators belongs to the first.
-        if (i > 0)
-            part.erase(0, part.compare(0, 1, "\n") == 0     ? 1
-                          : part.compare(0, 2, "\r\n") == 0 ? 2
-                                                            : 0);
-        if (i + 1 < parts.size() && !part.empty() && part.back() == '\n') {
-            part.pop_back();
-            if (!part.empty() && part.back() == '\r')
-                part.pop_back();
-        }
+        // If there is only one line end between two separators, it belongs to the first.
+        if (!is_first)
+            drop_leading_line_end(part);
+        if (!is_last)
+            drop_trailing_line_end(part);
         if (!is_blank(part))
             found.push_back(std::move(part));
     }
@@ -88,14 +117,19 @@ std::string shell_quoted(const std::string& text) {
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+:,./-";
     if (!text.empty() && text.find_first_not_of(plain) == std::string::npos)
         return text;
+
     std::string quoted = "'";
-    for (const char c : text)
-        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    for (const char c : text) {
+        if (c == '\'')
+            quoted += "'\\''";
+        else
+            quoted += c;
+    }
     return quoted + "'";
 }
 
 std::string shell_quoted_path(const std::string& path) {
-    return shell_quoted(path.compare(0, 1, "-") == 0 ? "./" + path : path);
+    return shell_quoted(path.starts_with("-") ? "./" + path : path);
 }
 
 std::string glob_escaped(const std::string& path) {

@@ -1,23 +1,26 @@
-// What a text file means: which files are none, and where its documents begin and end.
-// data/prepare.py reads text by the same rules. Also how a name is written in a command that a user
-// will paste.
+// The rules for text files: which files are refused, and where documents start and end.
+// data/prepare.py follows the same rules. Also, how to quote a file's name in a command that the
+// user is told to run.
 #pragma once
 #include <string>
 #include <vector>
 
 constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 
-// Throws Error if this is no text: a known format's first bytes, or a zero byte anywhere.
+// Throws Error if this is not text: if it starts like a known binary format or contains a zero
+// byte.
 void check_is_text(const std::string& text, const std::string& path);
 
-// The documents of a text file, which <|endoftext|> separates. One line end on each side of it (\n
-// or \r\n) belongs to it, and a byte order mark at the file's beginning to none. Documents of white
-// space alone are skipped. Nothing else changes.
+// The documents of a text file, which are separated by <|endoftext|>. A separator includes one line
+// end (\n or \r\n) on each side of it. A byte order mark at the start of the file is dropped, and
+// so are documents that consist of white space. Nothing else is changed.
 std::vector<std::string> documents(const std::string& text);
 
 std::vector<std::string> split(const std::string& text, const std::string& separator);
 
-std::string shell_quoted(const std::string& text);  // one word of a shell's command line
-// The same of a path behind an option, where it must not look like an option itself.
+// The text as a single word of a shell command.
+std::string shell_quoted(const std::string& text);
+// A path as the value of an option, where it must not look like an option itself.
 std::string shell_quoted_path(const std::string& path);
-std::string glob_escaped(const std::string& path);  // the pattern that only this path matches
+// The glob pattern that matches only this path.
+std::string glob_escaped(const std::string& path);

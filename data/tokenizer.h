@@ -1,7 +1,9 @@
-// Turns tokens into bytes and back. GPT-2's vocabulary has one token for each single byte, ids
-// 0–255. They follow its byte-to-unicode table, first the printable bytes '!'..'~', 0xA1..0xAC,
-// 0xAE..0xFF and then the others. <|endoftext|> is 50256. A byte-vocabulary model (V = 257) uses
-// the same ids with <|endoftext|> as 256.
+// Turns text into tokens and back.
+//
+// GPT-2's vocabulary has one token for each byte, with ids 0–255 in the order of its
+// byte-to-unicode table: first the printable bytes '!'..'~', 0xA1..0xAC and 0xAE..0xFF, then all
+// others. <|endoftext|> is 50256. A model with a vocabulary of single bytes (V = 257) uses the same
+// ids for bytes and has <|endoftext|> as 256.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,10 +11,10 @@
 #include <vector>
 
 constexpr int kEndOfText = 50256;    // in GPT-2's vocabulary
-constexpr int kByteEndOfText = 256;  // in a byte vocabulary
+constexpr int kByteEndOfText = 256;  // in a vocabulary of bytes
 constexpr int kByteVocab = 257;
 
-// The character that begins at text[at]. What is no UTF-8 has no bytes, and U+FFFD for a code.
+// A character of UTF-8 text. If the bytes are not valid UTF-8, `bytes` is 0 and `code` U+FFFD.
 struct Character {
     size_t bytes;
     uint32_t code;
@@ -20,35 +22,40 @@ struct Character {
 Character character(const std::string& text, size_t at);
 bool is_white_space(const std::string& text, size_t at);
 
-// Throws Error with the offset of the first byte that is no UTF-8. `name` says in it where the text
-// comes from.
+// Throws Error with the offset of the first byte that is not UTF-8. `name` is the text's name for
+// the message.
 void check_utf8(const std::string& text, const std::string& name);
 
-// Encodes text byte by byte.
 std::vector<int> encode_bytes(const std::string& text);
 
-// Text to ids and back, with llm.c's tokenizer file (magic 20240328, versions 1 and 2). Without
-// one, byte tokens become bytes, 50256 becomes "<|endoftext|>" and other ids become "<id>".
+// Encodes and decodes with llm.c's tokenizer file (magic 20240328, versions 1 and 2). Without a
+// file there are only byte tokens and 50256; decode() writes any other id as "<id>".
 class Tokenizer {
   public:
     Tokenizer() = default;
-    // "" is none. Throws Error: file, offset, expected, found
+    // Throws Error: file, offset, expected, found. Without a file `path` is "".
     explicit Tokenizer(const std::string& path);
+
     std::string decode(int token) const;
 
-    // Byte by byte without a file, or for a vocabulary smaller than GPT-2's. Else as tiktoken's
-    // encode_ordinary does, whose ids data/prepare.py writes: "<|endoftext|>" is a text like any
-    // other. Invalid UTF-8 is an Error, as it is there. `name` says in it where the text comes
-    // from. Takes n·log n for n bytes, whatever they are.
+    // Encodes byte by byte if there is no file or the vocabulary is smaller than GPT-2's, otherwise
+    // like tiktoken's encode_ordinary, which data/prepare.py uses: there "<|endoftext|>" is text
+    // like any other, and invalid UTF-8 an Error. `name` is the text's name for the message. Takes
+    // O(n log n) time for any n bytes.
     std::vector<int> encode(const std::string& text, int vocab, const std::string& name) const;
-    // The same of what a user writes to a model, where <|endoftext|> is the token.
+    // The same, except that "<|endoftext|>" becomes the token of that name.
     std::vector<int> encode_prompt(const std::string& text, int vocab,
                                    const std::string& name) const;
+
+    // Whether encode() uses byte pair encoding.
     bool has_pairs_for(int vocab) const { return vocab > kEndOfText && !pieces_.empty(); }
 
   private:
     std::string path_;
-    std::vector<std::string> pieces_;
-    std::unordered_map<std::string, int> ids_;  // of the pieces
+    std::vector<std::string> pieces_;           // the bytes of each token
+    std::unordered_map<std::string, int> ids_;  // the token of each piece
+
+    int find_id(const std::string& piece) const;
+    std::vector<size_t> merge_pairs(const std::string& word) const;
     void encode_word(const std::string& word, std::vector<int>& tokens) const;
 };

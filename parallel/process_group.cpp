@@ -19,7 +19,7 @@ ProcessGroup::ProcessGroup(const Place& place, int size)
 }
 
 void ProcessGroup::rendezvous(const Place& place, const Fields& settings, double patience) {
-    const std::string program = InputFile("/proc/self/exe").rest();
+    const std::string program = InputFile("/proc/self/exe").read_all();
     Fields same = {{"program", format("%016zx", checksum64(program.data(), program.size()))},
                    {"NCCL", NcclComm::version()}};
     same.insert(same.end(), settings.begin(), settings.end());

@@ -32,7 +32,13 @@ class Batches {
     Batches(const Options& o, Model& model, const Source& data, const Tokenizer& tokenizer)
         : model_(model),
           same_for_ever_(o.overfit),
-          loader_(data, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
+          loader_(data,
+                  {.B = o.B,
+                   .T = o.T,
+                   .vocab = model.config.V,
+                   .shuffle = !o.no_shuffle,
+                   .seed = uint64_t(o.seed)},
+                  tokenizer) {
         if (loader_.windows() < uint64_t(o.B))
             throw Error(
                 format("%s: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",

@@ -138,7 +138,8 @@ class Evaluation {
         : o_(o), model_(model), floor_(data.floor), tokenizer_(tokenizer), stop_(stop), log_(log) {
         const int V = model.config.V;
         if (!data.val.empty())
-            val_ = std::make_unique<Loader>(data.val, o.B, o.T, V, false, 0, tokenizer);
+            val_ = std::make_unique<Loader>(data.val, LoaderOptions{.B = o.B, .T = o.T, .vocab = V},
+                                            tokenizer);
         if (o.sample_every && model.ranks.rank == 0)
             prompt_ = start_of_text(tokenizer, o.prompt, V);
         if (!o.hellaswag.empty())

@@ -30,8 +30,8 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
         const Data data = o.val_data.empty() ? find_data(o) : Data{"", o.val_data};
         if (data.val.empty())
             throw UsageError("--eval-only with -i needs validation data: give it with -j");
-        val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0,
-                                       Tokenizer(o.tokenizer));
+        val = std::make_unique<Loader>(
+            data.val, LoaderOptions{.B = o.B, .T = o.T, .vocab = config.V}, Tokenizer(o.tokenizer));
         floor = data.floor;
     }
     allocate_or_explain(model);

@@ -285,7 +285,7 @@ void Log::truncate_after(const std::string& path, long long step) {
             return;  // no log yet
         throw file_error(path, "find", errno);
     }
-    const std::string text = InputFile(path).rest();
+    const std::string text = InputFile(path).read_all();
     // no string contains it, because quotes are escaped there
     const std::string key = "\"step\": ";
 

@@ -35,7 +35,7 @@ struct Search {
             if (at == this->text.size())
                 nats.push_back(spent);
         };
-        read({{Symbol::choose, "", g.rule("story")}}, 0, 0, {}, 0, end);
+        read({{.kind = Symbol::choose, .rule = g.rule("story")}}, 0, 0, {}, 0, end);
     }
     // Reads symbol i of t and those behind it. Each way to do so goes on with `then`.
     void read(const Template& t, size_t i, size_t at, const Memory& memory, double spent,
@@ -49,8 +49,8 @@ struct Search {
         if (s.article)
             at += text[at] == 'n' ? 2 : 1;
         const std::string& literal =
-            s.kind == Symbol::again ? memory.at(s.variable).second : s.literal;
-        if (s.kind == Symbol::text || s.kind == Symbol::again) {
+            s.kind == Symbol::repeat ? memory.at(s.variable).second : s.literal;
+        if (s.kind == Symbol::text || s.kind == Symbol::repeat) {
             if (text.compare(at, literal.size(), literal) == 0)
                 rest(at + literal.size(), memory, spent);
             return;

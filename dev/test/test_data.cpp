@@ -52,7 +52,7 @@ std::string noise(size_t bytes) {
 // A good file, its reader, and where its version stands. Whatever is changed in it, the reader
 // names the file and says `what`.
 struct GoodFile {
-    std::function<void(const std::string& path)> write, read;
+    std::function<void(const std::string&path)> write, read;
     size_t version_at = 4;
     std::string path = folder() + "/file.bin", bytes = (write(path), read_file(path));
 
@@ -252,7 +252,7 @@ TEST(atomic_file) {
     const std::string here = folder();
     const std::string path = here + "/out.bin";
     // from a process with the same number
-    write_file(temporary_of(path), std::string(4 << 20, 'x'));
+    write_file(temporary_path(path), std::string(4 << 20, 'x'));
     const std::string large = noise(3 << 20);  // is written in pieces
     write_whole_file(path,
                      {{"small", 5}, {large.data(), large.size()}, {"", 0}, {"0123456789", 10}});
@@ -439,13 +439,14 @@ static std::string tokenizer_file(int version, const Strings& pieces) {
 }
 
 static GoodFile good_tokenizer() {
-    return {
-        [](const std::string& path) { write_file(path, tokenizer_file(2, {"a", "bc", "def"})); },
-        [](const std::string& path) {
-            const Tokenizer tokenizer(path);
-            for (int i = -1; i < 300; i++)
-                tokenizer.decode(i);
-        }};
+    return {[](const std::string& path) {
+                write_file(path, tokenizer_file(2, {"a", "bc", "def"}));
+            },
+            [](const std::string& path) {
+                const Tokenizer tokenizer(path);
+                for (int i = -1; i < 300; i++)
+                    tokenizer.decode(i);
+            }};
 }
 
 TEST(tokenizer_files) {
@@ -631,7 +632,10 @@ struct TestLoader : Loader {
     size_t B, T;
     TestLoader(const Source& source, int B, int T, int vocab = 50257, bool shuffle = false,
                uint64_t seed = 0, const Tokenizer& tokenizer = {})
-        : Loader(source, B, T, vocab, shuffle, seed, tokenizer), B(B), T(T) {}
+        : Loader(source, {.B = B, .T = T, .vocab = vocab, .shuffle = shuffle, .seed = seed},
+                 tokenizer),
+          B(B),
+          T(T) {}
     // The next B windows of T + 1 tokens. The targets are the inputs shifted by one.
     std::vector<Tokens> batch() {
         Tokens inputs(B * T, -7);

@@ -296,7 +296,8 @@ void check_recipe(const std::string& options, const std::string& meant, const st
         }
     };
     watch(0);
-    Loader data(dir() + "/train.bin", 1, T, V, !o.no_shuffle, o.seed);
+    Loader data(dir() + "/train.bin",
+                {.T = T, .vocab = V, .shuffle = !o.no_shuffle, .seed = uint64_t(o.seed)});
     std::vector<Tokens> windows;
     int found_clipped = 0;
     for (int step = 0; step < kSteps; step++) {
