@@ -569,7 +569,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
         o.max_steps = kProfileWarmUp + o.profile;
     resolve_steps(o, on_cpu, run.batches.loader().windows());
     run.describe();
-    return as_rank(ranks, [&] {
+    return run_rank(ranks, [&] {
         allocate_or_explain(model);
         const bool found = o.resume && run.restore();
         if (!found)
@@ -706,21 +706,21 @@ int main(int argc, char** argv) {
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
         if (o.device == "cuda" && gpus == 0)
             throw Error("--device cuda: " + why + "; use --device cpu");
-        const Place place = place_from_environment();
-        check_ranks(o, place, gpus, why);
-        if (o.gpus > 1 && place.size == 1 && !o.memory)
+        const RankInfo self = rank_from_environment();
+        check_ranks(o, self, gpus, why);
+        if (o.gpus > 1 && self.size == 1 && !o.memory)
             return launch_ranks(o.gpus, argv);
         // Is made while the device starts.
         [[maybe_unused]] const std::future<void> corpus = begin_corpus(o);
-        if (gpus == 0 && o.device == "auto" && place.rank == 0)
+        if (gpus == 0 && o.device == "auto" && self.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
         try {
-            ProcessGroup group(place, std::max(o.gpus, place.size));
+            ProcessGroup group(self, std::max(o.gpus, self.size));
             if (group.size > 1 && !o.memory)
-                group.rendezvous(place, options_settings(o.table()), o.first_timeout());
+                group.rendezvous(self, options_settings(o.table()), o.first_timeout());
             return run_on_device(o, group, gpus);
         } catch (const UsageError&) {  // which all ranks have, so one says it
-            if (place.rank == 0)
+            if (self.rank == 0)
                 throw;
             return 2;
         }

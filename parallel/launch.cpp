@@ -1,7 +1,7 @@
-// With --gpus one parent starts, signals and awaits the ranks of a job on this machine. It gives
-// the job a random name, and from that the ranks derive the port where they meet. Each rank has its
-// own process group, so Ctrl-C reaches only the parent, which passes it on once. If the parent is
-// killed the ranks die with it.
+// --gpus: one parent process starts the ranks of a job on this machine, passes signals on to them
+// and waits for them. It gives the job a random name, from which the ranks derive the port of their
+// rendezvous. Each rank is in a process group of its own, so that Ctrl-C reaches only the parent,
+// which passes it on once. If the parent is killed, the ranks die with it.
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,38 +15,48 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <vector>
 
 #include "parallel/rendezvous.h"
 
-// A variable of the environment, or "".
-static std::string variable(const char* name) {
+namespace {
+
+// -------------------------------------------------------------------------------------------------
+// The environment
+
+// The value of an environment variable, or "" if it is not set.
+std::string variable(const char* name) {
     const char* value = std::getenv(name);
     return value ? value : "";
 }
-// Slurm's "4(x2),3" counts as 4.
-static int number_of(const char* name, int low, int high) {
+
+bool is_set(const char* name) {
+    return variable(name) != "";
+}
+
+// The number in an environment variable. Slurm's "4(x2),3" counts as 4.
+int number(const char* name, int low, int high) {
     const std::string text = variable(name);
     int value = low - 1;
     const char* end = std::from_chars(text.data(), text.data() + text.size(), value).ptr;
-    if (std::strchr("(,", *end) && value >= low && value <= high)
+    const bool ends_here = *end == '\0' || *end == '(' || *end == ',';
+    if (ends_here && value >= low && value <= high)
         return value;
     throw UsageError(format("environment: %s is \"%s\", not a number from %d to %d", name,
                             text.c_str(), low, high));
 }
 
-namespace {
-
-// The variables of the environment with which a launcher says what a rank is.
+// The environment variables by which a launcher tells a process which rank it is.
 struct Launcher {
     const char* rank;
     const char* size;
     const char* local_rank;
     const char* local_size;
-    // What all ranks of a job have in common and no other job has: a name, and what tells apart the
-    // jobs of that name, or "".
+    // Together these name the job: a name that all of its ranks share and, if several jobs can have
+    // the same name, what tells those apart (otherwise "").
     const char* job;
     const char* part_of_job;
-    // The rank's variable is also set where a single process runs, without the size's.
+    // A single process without a `size` may have a `rank` too.
     bool rank_without_size = false;
 };
 
@@ -80,64 +90,97 @@ constexpr Launcher kSlurm = {.rank = "SLURM_PROCID",
 // The launcher that started this process, or null.
 const Launcher* find_launcher() {
     for (const Launcher* launcher : {&kTorchrun, &kOpenMpi, &kPmi, &kSlurm}) {
-        const bool has_rank = variable(launcher->rank) != "" && !launcher->rank_without_size;
-        if (has_rank || variable(launcher->size) != "")
+        const bool has_rank = is_set(launcher->rank) && !launcher->rank_without_size;
+        if (has_rank || is_set(launcher->size))
             return launcher;
     }
     return nullptr;
 }
 
+std::string job_name(const Launcher& launcher) {
+    std::string job;
+    for (const char* name : {"GPT2_JOB", launcher.job, launcher.part_of_job}) {
+        if (!is_set(name))
+            continue;
+        if (!job.empty())
+            job += ".";
+        job += variable(name);
+    }
+    return job;
+}
+
+// The port of a job whose ranks are all on this machine. It depends on the job's name alone, and is
+// below 32768, where Linux starts to use ports for outgoing connections.
+int local_port(const std::string& job) {
+    constexpr int kFirst = 20000;
+    constexpr int kCount = 9000;
+    return kFirst + static_cast<int>(std::hash<std::string>()(job) % kCount);
+}
+
 }  // namespace
 
-Place place_from_environment() {
+RankInfo rank_from_environment() {
     const Launcher* const launcher = find_launcher();
     if (!launcher)
         return {};
-    Place place;
-    place.size = number_of(launcher->size, 1, 65536);
-    place.rank = number_of(launcher->rank, 0, place.size - 1);
-    if (place.size == 1)
+
+    RankInfo self;
+    self.size = number(launcher->size, 1, 65536);
+    self.rank = number(launcher->rank, 0, self.size - 1);
+    if (self.size == 1)
         return {};
 
-    // Slurm's srun may have started the ranks of another launcher.
-    for (const char* name : {kSlurm.local_rank, launcher->local_rank})
-        if (variable(name) != "")
-            place.local_rank = number_of(name, 0, place.size - 1);
-    if (variable(launcher->local_size) != "")
-        place.local_size = number_of(launcher->local_size, 1, place.size);
-    for (const char* name : {"GPT2_JOB", launcher->job, launcher->part_of_job})
-        if (variable(name) != "")
-            place.job += (place.job.empty() ? "" : ".") + variable(name);
+    // srun may have started the ranks of another launcher, whose variable then takes precedence.
+    for (const char* name : {kSlurm.local_rank, launcher->local_rank}) {
+        if (is_set(name))
+            self.local_rank = number(name, 0, self.size - 1);
+    }
+    if (is_set(launcher->local_size))
+        self.local_size = number(launcher->local_size, 1, self.size);
+    self.job = job_name(*launcher);
 
-    place.address = variable("MASTER_ADDR");
-    if (place.address != "") {
-        const int taken = variable("TORCHELASTIC_RUN_ID") != "";  // torchrun itself has this port
-        place.port = number_of("MASTER_PORT", 1, 65535 - taken) + taken;
-    } else if (place.local_size < place.size || variable("MASTER_PORT") != "") {
+    if (is_set("MASTER_ADDR")) {
+        // torchrun itself listens on MASTER_PORT, so its ranks use the next port.
+        const int offset = is_set("TORCHELASTIC_RUN_ID") ? 1 : 0;
+        self.address = variable("MASTER_ADDR");
+        self.port = number("MASTER_PORT", 1, 65535 - offset) + offset;
+        return self;
+    }
+
+    const bool on_one_machine = self.local_size == self.size;
+    if (!on_one_machine || is_set("MASTER_PORT"))
         throw UsageError(
             "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, "
             "or use --gpus N");
-    } else {
-        if (place.job.empty())
-            place.job = std::to_string(getppid());  // MPICH gives none
-        place.address = "127.0.0.1";
-        place.port = 20000 + static_cast<int>(std::hash<std::string>()(place.job) % 9000);
-    }
-    return place;
+    if (self.job.empty())
+        self.job = std::to_string(getppid());  // MPICH sets none
+    self.address = "127.0.0.1";
+    self.port = local_port(self.job);
+    return self;
 }
 
-// Waits for one of these signals. Returns 0 if none has come by the deadline, which can be
+// -------------------------------------------------------------------------------------------------
+// --gpus
+
+namespace {
+
+constexpr double kSecondsToExit = 5;  // for the other ranks, once one has failed
+
+using Processes = std::map<pid_t, int>;  // running ranks, by process
+
+// Waits for one of these signals. Returns 0 if none has arrived by the deadline, which can be
 // infinite.
-static int next_signal(const sigset_t& taken, double deadline) {
+int next_signal(const sigset_t& signals, double deadline) {
     for (;;) {
         const double left = std::max(deadline - now(), 0.0);
-        timespec wait = {};
+        timespec timeout = {};
         if (std::isfinite(left)) {
-            wait.tv_sec = static_cast<time_t>(left);
-            wait.tv_nsec = static_cast<long>(1e9 * std::fmod(left, 1));
+            timeout.tv_sec = static_cast<time_t>(left);
+            timeout.tv_nsec = static_cast<long>(1e9 * std::fmod(left, 1));
         }
 
-        const int signal = sigtimedwait(&taken, nullptr, std::isfinite(left) ? &wait : nullptr);
+        const int signal =
+            sigtimedwait(&signals, nullptr, std::isfinite(left) ? &timeout : nullptr);
         if (signal > 0)
             return signal;
         if (errno == EAGAIN)
@@ -145,74 +188,132 @@ static int next_signal(const sigset_t& taken, double deadline) {
     }
 }
 
-int launch_ranks(int count, char** argv) {
-    std::random_device random;
-    setenv("GPT2_JOB", format("%08x%08x", random(), random()).c_str(), 1);
-    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"})
-        setenv(name, std::to_string(count).c_str(), 1);
-    for (const char* name : {"MASTER_ADDR", "MASTER_PORT"})
-        unsetenv(name);
-    // Signals wait until next_signal takes them, so there are no handlers and no races.
-    sigset_t taken;
-    sigset_t before;
-    sigemptyset(&taken);
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD})
-        sigaddset(&taken, signal);
-    sigprocmask(SIG_BLOCK, &taken, &before);
-    std::signal(SIGCHLD,
-                SIG_DFL);  // if we inherited SIG_IGN, children would vanish without a status
+void set_environment(const char* name, const std::string& value) {
+    setenv(name, value.c_str(), 1);
+}
 
-    std::map<pid_t, int> running;  // ranks
+// What all ranks inherit.
+void set_job_environment(int count) {
+    std::random_device random;
+    set_environment("GPT2_JOB", format("%08x%08x", random(), random()));
+    set_environment("WORLD_SIZE", std::to_string(count));
+    set_environment("LOCAL_WORLD_SIZE", std::to_string(count));
+    unsetenv("MASTER_ADDR");
+    unsetenv("MASTER_PORT");
+}
+
+// The rest of a child process: it becomes this rank.
+[[noreturn]] void become_rank(int rank, pid_t parent, const sigset_t& signal_mask, char** argv) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent)
+        _exit(1);  // the parent died before the call of prctl
+
+    setpgid(0, 0);
+    // A background process group may write to a terminal even with "stty tostop".
+    std::signal(SIGTTOU, SIG_IGN);
+    set_environment("RANK", std::to_string(rank));
+    set_environment("LOCAL_RANK", std::to_string(rank));
+    sigprocmask(SIG_SETMASK, &signal_mask, nullptr);
+    execv("/proc/self/exe", argv);
+    _exit(127);  // as a shell does
+}
+
+Processes start_ranks(int count, const sigset_t& signal_mask, char** argv) {
+    Processes running;
+    const pid_t parent = getpid();
     for (int rank = 0; rank < count; rank++) {
-        const pid_t parent = getpid();
         const pid_t pid = fork();
         if (pid < 0)
             throw Error(format("--gpus: cannot start rank %d: %s", rank, std::strerror(errno)));
-        if (pid == 0) {
-            prctl(PR_SET_PDEATHSIG, SIGKILL);
-            if (getppid() != parent)
-                _exit(1);  // it died before
-            setpgid(0, 0);
-            std::signal(SIGTTOU, SIG_IGN);  // may write to a terminal with stty tostop all the same
-            for (const char* name : {"RANK", "LOCAL_RANK"})
-                setenv(name, std::to_string(rank).c_str(), 1);
-            sigprocmask(SIG_SETMASK, &before, nullptr);
-            execv("/proc/self/exe", argv);
-            _exit(127);  // as a shell does
-        }
+        if (pid == 0)
+            become_rank(rank, parent, signal_mask, argv);
         running[pid] = rank;
     }
+    return running;
+}
 
+// A process that has ended.
+struct Ended {
+    pid_t pid;
+    int signal;  // that killed it, or 0
+    int code;    // its exit code or, as in a shell, 128 + signal
+};
+
+// The processes that have ended since the last call.
+std::vector<Ended> reap() {
+    std::vector<Ended> all;
+    for (;;) {
+        int status = 0;
+        const pid_t pid = waitpid(-1, &status, WNOHANG);
+        if (pid <= 0)
+            return all;
+        const int signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+        const int code = signal ? 128 + signal : WEXITSTATUS(status);
+        all.push_back({.pid = pid, .signal = signal, .code = code});
+    }
+}
+
+// Whether this rank's end replaces the job's exit code so far, which is 0 if no rank has failed.
+// The first failure counts, except that a kill outranks an exit code: the connections of a killed
+// process are closed before the process is gone, so other ranks may notice and exit first.
+bool decides_exit_code(const Ended& process, int code_so_far) {
+    if (process.code == 0)
+        return false;
+    return code_so_far == 0 || (process.signal && code_so_far < 128);
+}
+
+void print_failure(int rank, const Ended& process) {
+    const std::string how = process.signal ? format("was killed by signal %d (%s)", process.signal,
+                                                    strsignal(process.signal))
+                                           : format("ended with exit code %d", process.code);
+    print_error(format("train_gpt2cu: rank %d (pid %d) %s", rank, process.pid, how.c_str()));
+}
+
+// Passes signals on until all ranks have ended, and returns the job's exit code.
+int wait_for_ranks(Processes running, const sigset_t& signals) {
     int code = 0;
-    int status = 0;
-    bool time_is_up = false;
-    double deadline = INFINITY;  // until then the others may end by themselves, once one has failed
+    bool time_is_up = false;  // for the ranks that are left after a failure
+    double deadline = INFINITY;
+
     while (!running.empty()) {
-        const int signal = next_signal(taken, deadline);
+        const int signal = next_signal(signals, deadline);
         if (signal == 0) {
             time_is_up = true;
             deadline = INFINITY;
         }
-        for (const auto& [pid, rank] : running)
-            if (signal != SIGCHLD)
+        if (signal != SIGCHLD) {
+            for (const auto& [pid, rank] : running)
                 kill(pid, time_is_up ? SIGKILL : signal);
-        for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
-            const auto ended = running.extract(pid);
-            const int killer = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-            const int result = killer ? 128 + killer : WEXITSTATUS(status);
-            // The connections of a killed process close before it is dead, so others may notice and
-            // exit first.
-            if (ended.empty() || result == 0 || time_is_up || (code && (!killer || code >= 128)))
+        }
+
+        for (const Ended& process : reap()) {
+            const auto ended = running.extract(process.pid);
+            if (ended.empty() || time_is_up || !decides_exit_code(process, code))
                 continue;
-            const std::string how =
-                killer ? format("was killed by signal %d (%s)", killer, strsignal(killer))
-                       : format("ended with exit code %d", result);
-            print_error(
-                format("train_gpt2cu: rank %d (pid %d) %s", ended.mapped(), pid, how.c_str()));
+            print_failure(ended.mapped(), process);
             if (code == 0)
-                deadline = now() + 5;
-            code = result;
+                deadline = now() + kSecondsToExit;
+            code = process.code;
         }
     }
     return code;
+}
+
+}  // namespace
+
+int launch_ranks(int count, char** argv) {
+    set_job_environment(count);
+
+    // These signals stay pending until next_signal() takes them, so there are no handlers and no
+    // races.
+    sigset_t signals;
+    sigset_t previous_mask;
+    sigemptyset(&signals);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD})
+        sigaddset(&signals, signal);
+    sigprocmask(SIG_BLOCK, &signals, &previous_mask);
+    // If we had inherited SIG_IGN, children would vanish without a status.
+    std::signal(SIGCHLD, SIG_DFL);
+
+    return wait_for_ranks(start_ranks(count, previous_mask, argv), signals);
 }

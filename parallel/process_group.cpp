@@ -8,25 +8,26 @@
 #include "data/file.h"
 #include "parallel/comm.h"
 
-ProcessGroup::ProcessGroup(const Place& place, int size)
-    : rank(place.rank), size(size), local_rank(place.local_rank), local_size(place.local_size) {
-    if (rank > 0) {
-        const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
-        if (null < 0 || dup2(null, STDOUT_FILENO) < 0)
-            throw Error("cannot open /dev/null");
-        close(null);
-    }
+ProcessGroup::ProcessGroup(const RankInfo& self, int size)
+    : rank(self.rank), size(size), local_rank(self.local_rank), local_size(self.local_size) {
+    if (rank == 0)
+        return;
+    const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    if (null < 0 || dup2(null, STDOUT_FILENO) < 0)
+        throw Error("cannot open /dev/null");
+    close(null);
 }
 
-void ProcessGroup::rendezvous(const Place& place, const Fields& settings, double patience) {
+void ProcessGroup::rendezvous(const RankInfo& self, const Fields& settings, double timeout) {
     const std::string program = InputFile("/proc/self/exe").read_all();
-    Fields same = {{"program", format("%016zx", checksum64(program.data(), program.size()))},
-                   {"NCCL", NcclComm::version()}};
-    same.insert(same.end(), settings.begin(), settings.end());
-    nccl_id = ::rendezvous(place, same, rank == 0 ? NcclComm::new_id() : "");
+    Fields fields = {{"program", format("%016zx", checksum64(program.data(), program.size()))},
+                     {"NCCL", NcclComm::version()}};
+    fields.insert(fields.end(), settings.begin(), settings.end());
+    nccl_id = ::rendezvous(self, fields, rank == 0 ? NcclComm::new_id() : "");
+
     watchdog = std::make_unique<Watchdog>(
         [rank = rank] { return format("rank %d at step %d", rank, g_step.load()); });
-    watchdog->allow(patience);
+    watchdog->set_timeout(timeout);
 }
 
 int ProcessGroup::device(int gpus) const {

@@ -1,8 +1,10 @@
-// The ranks of a job, connected by NCCL. In data parallel training rank r of n trains on
-// micro-batches r, r + n, … of every step, and gradients are summed over the ranks. If the
-// optimizer is sharded (parallel/shards.h), a rank gets only its share of the summed gradients. It
-// keeps optimizer state and updates parameters for that share alone, and then all ranks gather the
-// parameters. run/collectives.h has these calls for a model.
+// The ranks of a job, connected by NCCL.
+//
+// In data parallel training rank r of n trains on micro-batches r, r + n, … of every step, and
+// gradients are summed over the ranks. If the optimizer is sharded (parallel/shards.h), a rank gets
+// only its share of the summed gradients, and keeps optimizer state and updates parameters for that
+// share alone; then all ranks gather the parameters. run/collectives.h makes these calls for a
+// model.
 //
 // In context parallel training groups of `context` neighbouring ranks share their sequences. Each
 // rank has two chunks of every sequence (attention/ring/ring.h), and a group reads the batches that
@@ -20,27 +22,27 @@
 #include "parallel/process_group.h"
 #include "parallel/watchdog.h"
 
-// What a model needs to know about the other ranks. By default it is alone.
+// What a model needs to know about the other ranks. The default is a single rank.
 template <class Dev>
 struct Ranks {
     using Comm = typename Dev::Comm;
-    std::shared_ptr<Comm> comm;          // of all ranks
-    std::shared_ptr<Comm> context_comm;  // of those that share this rank's sequences
-    Watchdog* watchdog = nullptr;
+    std::shared_ptr<Comm> comm;          // all ranks
+    std::shared_ptr<Comm> context_comm;  // the ranks that share this rank's sequences
+    Watchdog* watchdog = nullptr;        // null for a single rank
     int rank = 0;
     int size = 1;
-    int local_size = 1;    // ranks of this machine
+    int local_size = 1;    // ranks on this machine
     bool sharded = false;  // the optimizer
     bool overlap = false;  // sum a layer's gradients while backward goes on
-    int context = 1;       // ranks that share a sequence
+    int context = 1;       // ranks per sequence
 
-    int groups() const { return size / context; }        // each with sequences of its own
+    int groups() const { return size / context; }        // each has sequences of its own
     int group() const { return rank / context; }         // this rank's
-    int context_rank() const { return rank % context; }  // within it
+    int context_rank() const { return rank % context; }  // within its group
 
-    // Every rank's value, by rank. All ranks make these calls together.
+    // Every rank's value, by rank. All ranks must make this call, and the next two, together.
     template <class T>
-    std::vector<T> gather(const T& mine) const {
+    std::vector<T> all_gather(const T& mine) const {
         static_assert(std::is_trivially_copyable_v<T>);
         std::vector<T> all(size, mine);
         if (size > 1)
@@ -48,29 +50,39 @@ struct Ranks {
         return all;
     }
 
-    // x ← the sum over the ranks, in their order.
-    void add_up(std::vector<double>& x) const {
+    // Rank 0's value.
+    template <class T>
+    T broadcast(const T& mine) const {
+        return all_gather(mine)[0];
+    }
+
+    // x ← the sum over the ranks, added in their order.
+    void sum_over_ranks(std::vector<double>& x) const {
         if (size == 1 || x.empty())
             return;
-        std::vector<double> all(size * x.size());
-        std::copy(x.begin(), x.end(), all.begin() + rank * x.size());
-        comm->host_all_gather(all.data(), x.size() * sizeof(double));
-        for (size_t i = 0; i < x.size(); i++) {
+
+        const size_t n = x.size();
+        std::vector<double> all(size * n);
+        std::copy(x.begin(), x.end(), all.begin() + rank * n);
+        comm->host_all_gather(all.data(), n * sizeof(double));
+
+        for (size_t i = 0; i < n; i++) {
             x[i] = 0;
-            for (int r = 0; r < size; r++)
-                x[i] += all[r * x.size() + i];
+            for (int r = 0; r < size; r++) {
+                x[i] += all[r * n + i];
+            }
         }
     }
 
-    // This rank gives up when it makes no progress for that long. 0: it may take any time.
-    void allow(double seconds) const {
+    // From now on this rank ends if it makes no progress for this long; 0 lets it take any time.
+    void set_timeout(double seconds) const {
         if (watchdog)
-            watchdog->allow(seconds);
+            watchdog->set_timeout(seconds);
     }
 };
 
-// Makes communication calls that wait for the device's work so far, and that its further work waits
-// for.
+// Makes communication calls in the order of the compute stream: after the work that is queued there
+// already, and before what will be queued later.
 template <class Comm, class F>
 void in_order(Comm& comm, F calls) {
     comm.fork();
@@ -78,8 +90,8 @@ void in_order(Comm& comm, F calls) {
     comm.join();
 }
 
-// Connects the ranks of a process group by NCCL. The watchdog ends this rank if NCCL finds an
-// error.
+// Connects the ranks of a process group by NCCL. From then on the watchdog also ends this rank if
+// NCCL reports an error.
 template <class Dev>
 Ranks<Dev> connect(const Dev& dev, const ProcessGroup& group, int context) {
     using Comm = typename Dev::Comm;
@@ -92,22 +104,23 @@ Ranks<Dev> connect(const Dev& dev, const ProcessGroup& group, int context) {
     if (!ranks.watchdog)
         return ranks;
 
-    const auto forget = [dog = ranks.watchdog](Comm* comm) {
-        dog->ask(nullptr);
+    // The watchdog must not ask a communicator that is gone.
+    const auto release = [watchdog = ranks.watchdog](Comm* comm) {
+        watchdog->set_error_source(nullptr);
         delete comm;
     };
     ranks.comm =
-        std::shared_ptr<Comm>(new Comm(dev, group.rank, group.size, group.nccl_id), forget);
+        std::shared_ptr<Comm>(new Comm(dev, group.rank, group.size, group.nccl_id), release);
     if (context > 1)
         ranks.context_comm = std::make_shared<Comm>(*ranks.comm, ranks.group() * context, context);
-    ranks.watchdog->ask([comm = ranks.comm.get()] { return comm->error(); });
+    ranks.watchdog->set_error_source([comm = ranks.comm.get()] { return comm->error(); });
     return ranks;
 }
 
-// Runs the body of a rank. If it throws in one of several, the process ends with its message.
-// Nothing is unwound, because destructors would wait for other ranks.
+// Runs the body of a rank. If it throws in a job of several ranks, the process prints the message
+// and exits at once: unwinding would run destructors, which wait for the other ranks.
 template <class Dev, class F>
-int as_rank(const Ranks<Dev>& ranks, F body) {
+int run_rank(const Ranks<Dev>& ranks, F body) {
     try {
         return body();
     } catch (const std::exception& e) {

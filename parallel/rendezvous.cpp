@@ -1,5 +1,8 @@
-// Rank 0 hears everybody who connects, and answers only who says the job's name. It never waits for
-// one of them, so a stranger that is silent holds up nobody.
+// Rank 0 reads from everyone who connects, but answers only those who send the job's name. It never
+// blocks on a connection, so a stranger who sends nothing delays nobody.
+//
+// A rank sends a Hello and shuts down its direction of the connection. Rank 0's answer to all is
+// kMark, then what is wrong ("" if nothing), a zero byte, and the NCCL id.
 #include "parallel/rendezvous.h"
 
 #include <netdb.h>
@@ -12,134 +15,125 @@
 #include <cstdlib>
 #include <cstring>
 #include <list>
+#include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
 
 namespace {
 
-// A rank says names and values of fields, with a zero behind each. Before them come the job's name
-// and its rank. Rank 0 answers with a mark, what is wrong, a zero and its blob. Who has said all
-// closes that direction.
+// -------------------------------------------------------------------------------------------------
+// Messages
+
 const std::string kMark = "gpt2 ranks: ";
+
+struct Hello {
+    std::string job;
+    int rank = -1;
+    Fields fields;
+};
+
+// A hello is sent as strings that each end with a zero byte: the job's name and the rank, then the
+// name and the value of every field.
+std::string encode(const Hello& hello) {
+    std::string text;
+    const auto add = [&](const std::string& string) {
+        text += string;
+        text += '\0';
+    };
+    add(hello.job);
+    add(std::to_string(hello.rank));
+    for (const auto& [name, value] : hello.fields) {
+        add(name);
+        add(value);
+    }
+    return text;
+}
+
+std::optional<Hello> decode(const std::string& text) {
+    std::istringstream in(text);
+    const auto read = [&](std::string& string) {
+        return static_cast<bool>(std::getline(in, string, '\0'));
+    };
+    Hello hello;
+    std::string rank;
+    if (!read(hello.job) || !read(rank))
+        return std::nullopt;
+    hello.rank = std::atoi(rank.c_str());
+
+    Field field;
+    while (read(field.name) && read(field.value)) {
+        hello.fields.push_back(field);
+    }
+    return hello;
+}
+
+std::string make_answer(const std::string& wrong, const std::string& nccl_id) {
+    return kMark + wrong + '\0' + nccl_id;
+}
+
+// Returns the NCCL id. Throws Error if the answer says that something is wrong.
+std::string open_answer(const std::string& answer) {
+    std::string wrong = answer.c_str() + kMark.size();  // up to the zero byte
+    if (wrong.empty())
+        return answer.substr(kMark.size() + 1);
+    for (char& c : wrong) {
+        if (c < ' ' || c > '~')
+            c = '?';  // a part of it may come from a stranger
+    }
+    throw Error(wrong);
+}
+
+// -------------------------------------------------------------------------------------------------
+// Sockets
 
 struct Socket {
     const int fd;
-    std::string heard;
+    std::string received;
+
     explicit Socket(int fd) : fd(fd) {}
     ~Socket() { close(fd); }
     Socket(const Socket&) = delete;
 
-    // Failures need no check. The other side will miss what was not sent.
-    void say(const std::string& all) const {
-        if (send(fd, all.data(), all.size(), MSG_NOSIGNAL) > 0)
+    // Failures need no check: the other side will notice that something is missing.
+    void send_all(const std::string& text) const {
+        if (send(fd, text.data(), text.size(), MSG_NOSIGNAL) > 0)
             shutdown(fd, SHUT_WR);
     }
-    // Takes what has come, without waiting, and returns whether that is all.
-    bool hear() {
-        char more[4096];
-        while (heard.size() < 1 << 18) {  // else it is too long
-            const ssize_t n = recv(fd, more, sizeof more, MSG_DONTWAIT);
-            if (n <= 0)
-                return n == 0 || errno != EAGAIN;
-            heard.append(more, n);
+
+    // Reads what has arrived, without waiting. Returns whether the message has ended: the other
+    // side has shut down its direction, the connection is broken, or the message is too long.
+    bool receive() {
+        constexpr size_t kTooLong = 1 << 18;
+        char piece[4096];
+        while (received.size() < kTooLong) {
+            const ssize_t n = recv(fd, piece, sizeof piece, MSG_DONTWAIT);
+            if (n == 0)
+                return true;
+            if (n < 0)
+                return errno != EAGAIN;
+            received.append(piece, n);
         }
         return true;
     }
 };
 
-Fields fields_of(const std::string& hello) {
-    std::istringstream in(hello);
-    Fields all;
-    for (std::string name, value; std::getline(in, name, '\0') && std::getline(in, value, '\0');)
-        all.push_back({name, value});
-    return all;
-}
-
-// Where a host's port may be. localhost is one address, so that rank 0 and the others mean the
+// The addresses of a port of a host, or null. localhost is one address, so that all ranks mean the
 // same.
 std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, int port,
                                                        int flags) {
     addrinfo hints = {};
-    addrinfo* found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags;
+
+    addrinfo* found = nullptr;
     const int error = getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(),
                                   std::to_string(port).c_str(), &hints, &found);
     return {error ? nullptr : found, freeaddrinfo};
 }
 
-// The fields in which ranks differ from rank 0. Programs with other names of fields differ in the
-// field "program".
-std::string differences(const std::vector<Fields>& ranks) {
-    std::string all;
-    for (size_t i = 1; i < ranks[0].size(); i++)
-        for (const Fields& r : ranks) {
-            const auto& [name, first] = ranks[0][i];
-            const std::string value = i < r.size() ? r[i].value : "";
-            if (value != first && all.size() < 10000)
-                all += format("; %s: rank %s has \"%s\", rank 0 has \"%s\"", name.c_str(),
-                              r[0].value.c_str(), value.c_str(), first.c_str());
-        }
-    return all.empty() ? ""
-                       : "the ranks of a job must have the same program, arguments and data" + all;
-}
-
-// Rank 0's part. Returns what it has answered to all.
-std::string answer_all(const Place& place, const std::string& me, const std::string& blob,
-                       double patience) {
-    const Socket listener(listen_at(place.address, place.port));
-    std::vector<Fields> ranks(place.size);  // what they have said
-    ranks[0] = fields_of(me);
-    std::list<Socket> guests;
-    std::list<Socket> members;  // who have not said all, and the ranks that have
-    std::string missing;
-    std::string refused = "nobody";
-    for (const double deadline = now() + patience;
-         members.size() + 1 < ranks.size() && now() < deadline;) {
-        pollfd p = {listener.fd, POLLIN, 0};
-        if (poll(&p, 1, 10) > 0)
-            guests.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
-        // the one that has been silent for the longest
-        if (guests.size() > 256)
-            guests.pop_front();
-        for (auto next = guests.begin(); next != guests.end();) {
-            const auto guest = next++;
-            if (!guest->hear())
-                continue;
-            const Fields hello = fields_of(guest->heard);
-            const bool ours = !hello.empty() && hello[0].name == place.job;
-            const int rank = ours ? std::atoi(hello[0].value.c_str()) : -1;
-            if (rank > 0 && rank < place.size && ranks[rank].empty()) {
-                ranks[rank] = hello;
-                members.splice(members.end(), guests, guest);
-                continue;
-            }
-            refused =
-                ours
-                    ? format(
-                          "rank %d is one too many; start all with the same number, each rank once",
-                          rank)
-                    : "one came without this job's name; set one GPT2_JOB for all ranks";
-            if (ours)
-                guest->say(kMark + refused);
-            guests.erase(guest);
-        }
-    }
-    for (int r = 0; r < place.size; r++)
-        if (ranks[r].empty())
-            missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-    std::string answer =
-        format("of %d ranks these did not come to port %d in %.0f s: %s; refused: %s", place.size,
-               place.port, patience, missing.c_str(), refused.c_str());
-    if (missing.empty())
-        answer = differences(ranks) + '\0' + blob;
-    for (const Socket& s : members)
-        s.say(kMark + answer);
-    return answer;
-}
-
-// Connects a non-blocking socket. Returns 0, or why that failed. Where a firewall drops what we
-// send, connect() by itself would wait for two minutes.
+// Connects a non-blocking socket. Returns 0, or the errno that says why it could not. connect() by
+// itself would wait for two minutes if a firewall drops our packets.
 int connect_within(double seconds, int fd, const addrinfo& to) {
     const double deadline = now() + seconds;
     if (connect(fd, to.ai_addr, to.ai_addrlen) == 0)
@@ -147,72 +141,173 @@ int connect_within(double seconds, int fd, const addrinfo& to) {
     if (errno != EINPROGRESS && errno != EINTR)
         return errno;
 
-    pollfd connected = {fd, POLLOUT, 0};
-    int ready;
+    pollfd connected = {.fd = fd, .events = POLLOUT, .revents = 0};
+    int ready = -1;
     do {
-        ready = poll(&connected, 1, static_cast<int>(1e3 * std::max(deadline - now(), 0.0)));
+        const double left = std::max(deadline - now(), 0.0);
+        ready = poll(&connected, 1, static_cast<int>(1e3 * left));
     } while (ready < 0 && errno == EINTR);
     if (ready == 0)
         return ETIMEDOUT;
 
     int error = 0;
     socklen_t size = sizeof error;
-    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) ? errno : error;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0)
+        return errno;
+    return error;
 }
 
-// The other ranks' part. Returns what rank 0 answers when all have come, or when its patience has
-// ended. Rank 0 may start later than we. Until then others may answer at its port, or a socket that
-// connects to itself.
-std::string ask_first(const Place& place, const std::string& me, double patience) {
+// -------------------------------------------------------------------------------------------------
+// Rank 0
+
+using Hellos = std::map<int, Hello>;  // what each rank that has connected has sent, by rank
+
+// The fields in which ranks differ from rank 0, or "". Fields are compared by position; ranks whose
+// fields have other names run another program, and differ in the field "program".
+std::string differences(const Hellos& hellos) {
+    constexpr size_t kMostBytes = 10000;
+    const Fields& expected = hellos.at(0).fields;
+    std::string found;
+    for (size_t i = 0; i < expected.size(); i++) {
+        for (const auto& [rank, hello] : hellos) {
+            const std::string value = i < hello.fields.size() ? hello.fields[i].value : "";
+            if (value != expected[i].value && found.size() < kMostBytes)
+                found +=
+                    format("; %s: rank %d has \"%s\", rank 0 has \"%s\"", expected[i].name.c_str(),
+                           rank, value.c_str(), expected[i].value.c_str());
+        }
+    }
+    if (found.empty())
+        return "";
+    return "the ranks of a job must have the same program, arguments and data" + found;
+}
+
+// Why rank 0 refuses whoever has sent this, or "" if it is one of the ranks still missing.
+std::string refusal(const std::optional<Hello>& hello, const RankInfo& self, const Hellos& hellos) {
+    if (!hello || hello->job != self.job)
+        return "a connection did not send this job's name; set the same GPT2_JOB on all ranks";
+    const int rank = hello->rank;
+    if (rank <= 0 || rank >= self.size || hellos.contains(rank))
+        return format(
+            "rank %d is one too many; start all ranks with the same number of ranks, and each once",
+            rank);
+    return "";
+}
+
+std::string missing_ranks(const Hellos& hellos, int size) {
+    std::string missing;
+    for (int rank = 0; rank < size; rank++) {
+        if (hellos.contains(rank))
+            continue;
+        if (!missing.empty())
+            missing += ", ";
+        missing += std::to_string(rank);
+    }
+    return missing;
+}
+
+// Rank 0's part. Waits for the other ranks, and returns what it has answered to all of them.
+std::string answer_ranks(const RankInfo& self, const Hello& own, const std::string& nccl_id,
+                         double timeout) {
+    constexpr size_t kMostStrangers = 256;
+    const Socket listener(listen_at(self.address, self.port));
+    std::list<Socket> strangers;  // who have not sent all yet, the oldest first
+    std::list<Socket> members;    // ranks, which wait for the answer
+    Hellos hellos = {{0, own}};
+    std::string last_refusal = "none";
+
+    const size_t ranks = self.size;
+    const double deadline = now() + timeout;
+    while (hellos.size() < ranks && now() < deadline) {
+        pollfd incoming = {.fd = listener.fd, .events = POLLIN, .revents = 0};
+        if (poll(&incoming, 1, 10) > 0)
+            strangers.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
+        if (strangers.size() > kMostStrangers)
+            strangers.pop_front();
+
+        for (auto next = strangers.begin(); next != strangers.end();) {
+            const auto stranger = next;
+            ++next;  // before `stranger` leaves the list
+            if (!stranger->receive())
+                continue;
+
+            const std::optional<Hello> hello = decode(stranger->received);
+            const std::string refused = refusal(hello, self, hellos);
+            if (refused.empty()) {
+                hellos[hello->rank] = *hello;
+                members.splice(members.end(), strangers, stranger);
+                continue;
+            }
+            last_refusal = refused;
+            if (hello && hello->job == self.job)
+                stranger->send_all(make_answer(refused, ""));
+            strangers.erase(stranger);
+        }
+    }
+
+    const std::string missing = missing_ranks(hellos, self.size);
+    const std::string wrong =
+        missing.empty()
+            ? differences(hellos)
+            : format("of %d ranks these did not connect to port %d within %.0f s: %s; refused: %s",
+                     self.size, self.port, timeout, missing.c_str(), last_refusal.c_str());
+    const std::string answer = make_answer(wrong, nccl_id);
+    for (const Socket& member : members) {
+        member.send_all(answer);
+    }
+    return answer;
+}
+
+// -------------------------------------------------------------------------------------------------
+// The other ranks
+
+// Returns the answer of rank 0, which it sends when all ranks have connected or its timeout is
+// over. Rank 0 may start later than this rank. Until then another program may answer at its port,
+// or a socket may connect to itself.
+std::string ask_rank_0(const RankInfo& self, const Hello& own, double timeout) {
+    constexpr double kSecondsPerAddress = 2;  // few, because the name may soon mean another address
+    const std::string hello = encode(own);
     std::string why = "there is no such host";
-    for (const double deadline = now() + patience; now() < deadline; usleep(50000)) {
-        const auto found = look_up(place.address, place.port, 0);
-        for (const addrinfo* a = found.get(); a; a = a->ai_next) {
-            Socket s(socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-            // A try is short, because the name may mean another address by now.
-            const int error = connect_within(std::min(2.0, deadline - now()), s.fd, *a);
+
+    const double deadline = now() + timeout;
+    while (now() < deadline) {
+        const auto found = look_up(self.address, self.port, 0);
+        for (const addrinfo* address = found.get(); address; address = address->ai_next) {
+            Socket s(socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+            const double seconds = std::min(kSecondsPerAddress, deadline - now());
+            const int error = connect_within(seconds, s.fd, *address);
             if (error) {
                 why = std::strerror(error);
                 continue;
             }
-            why = "what answers there is not rank 0 of this job, or it has failed";
-            s.say(me);
-            while (!s.hear() && now() < deadline + patience)
+
+            s.send_all(hello);
+            while (!s.receive() && now() < deadline + timeout) {
                 usleep(10000);
-            if (s.heard.rfind(kMark, 0) == 0)
-                return s.heard.substr(kMark.size());
+            }
+            if (s.received.starts_with(kMark))
+                return s.received;
+            why = "what answers there is not rank 0 of this job, or it has failed";
         }
+        usleep(50000);
     }
     throw Error(
         format("cannot reach rank 0 at %s port %d: %s; check MASTER_ADDR, MASTER_PORT and GPT2_JOB",
-               place.address.c_str(), place.port, why.c_str()));
+               self.address.c_str(), self.port, why.c_str()));
 }
 
 }  // namespace
 
-std::string rendezvous(const Place& place, const Fields& fields, const std::string& blob,
-                       double patience) {
-    if (place.size == 1)
-        return blob;
-    Fields all = {{place.job, std::to_string(place.rank)},
-                  {"number of ranks", std::to_string(place.size)}};
-    all.insert(all.end(), fields.begin(), fields.end());
-    std::string me;
-    for (const auto& [name, value] : all) {
-        me += name;
-        me += '\0';
-        me += value;
-        me += '\0';
-    }
-    const std::string answer =
-        place.rank == 0 ? answer_all(place, me, blob, patience) : ask_first(place, me, patience);
-    std::string wrong = answer.c_str();  // up to the zero
-    if (wrong.empty())
-        return answer.substr(1);
-    for (char& c : wrong)
-        if (c < ' ' || c > '~')
-            c = '?';  // others may have sent it
-    throw Error(wrong);
+std::string rendezvous(const RankInfo& self, const Fields& fields, const std::string& nccl_id,
+                       double timeout) {
+    if (self.size == 1)
+        return nccl_id;
+
+    Hello own = {.job = self.job, .rank = self.rank, .fields = {}};
+    own.fields.push_back({"number of ranks", std::to_string(self.size)});
+    own.fields.insert(own.fields.end(), fields.begin(), fields.end());
+    return open_answer(self.rank == 0 ? answer_ranks(self, own, nccl_id, timeout)
+                                      : ask_rank_0(self, own, timeout));
 }
 
 int listen_at(const std::string& address, int port) {
@@ -220,10 +315,12 @@ int listen_at(const std::string& address, int port) {
     if (!found)
         found = look_up("0.0.0.0", port, AI_NUMERICHOST);
     const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const int on = 1;  // lets us take a port whose last connections have only just closed
+    // The port can be used even if connections of an earlier job have only just been closed.
+    const int on = 1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 1024) == 0)
         return fd;
+
     const std::string why = std::strerror(errno);
     close(fd);
     throw Error(

@@ -1,7 +1,9 @@
-// How the ranks of a job start and meet. They meet once, before anything else. Each connects to
-// rank 0 and says which job it means, who it is and its fields. No file is used that could be
-// stale. When all are there rank 0 answers, and all connections close. From then on nobody listens,
-// so a running job cannot be joined.
+// How the ranks of a job start and find each other.
+//
+// The rendezvous happens once, before anything else: each rank connects to rank 0 and sends the
+// job's name, its rank and its fields. When all have connected, rank 0 sends its answer and every
+// connection is closed. From then on nobody listens, so a running job cannot be joined, and no file
+// is involved that could be left over from another job.
 #pragma once
 #include <string>
 #include <vector>
@@ -9,30 +11,35 @@
 #include "common/error.h"
 #include "common/field.h"
 
-// Who this process is, according to its launcher.
-struct Place {
-    int rank = 0, size = 1;
-    int local_rank = 0, local_size = 1;  // among the ranks of this machine
-    int port = 0;                        // where rank 0 listens
-    std::string address, job;            // rank 0 refuses ranks of other jobs
+// Which rank this process is, according to its launcher.
+struct RankInfo {
+    int rank = 0;
+    int size = 1;
+    int local_rank = 0;  // among the ranks on this machine
+    int local_size = 1;
+    int port = 0;  // where rank 0 listens
+    std::string address = {};
+    std::string job = {};  // a name that all ranks must know
 };
-// Reads the variables of torchrun, Open MPI, MPICH or Slurm. Without any the size is 1. Throws
-// UsageError.
-Place place_from_environment();
 
-// --gpus N: runs this program N times on this machine, as the ranks of one job. Forwards SIGINT,
-// SIGTERM and SIGHUP. When a rank fails the others have five seconds to end. Returns 0 if all ended
-// well. Otherwise it returns the exit code of the first rank that a signal killed, or if there is
-// none, of the first that failed.
+// Reads the variables that torchrun, Open MPI, MPICH or Slurm set. Without any of them this is the
+// only rank. Throws UsageError.
+RankInfo rank_from_environment();
+
+// --gpus N: runs this program N times on this machine, as the ranks of one job, and passes SIGINT,
+// SIGTERM and SIGHUP on to them. If a rank fails, the others have five seconds to exit. Returns 0
+// if all succeeded. Otherwise it returns the exit code of the first rank that was killed by a
+// signal or, if none was, of the first that failed.
 int launch_ranks(int count, char** argv);
 
-// Returns rank 0's blob, with which NCCL connects the ranks. Throws Error, on every rank that has
-// come, if one does not come in `patience` seconds or has other fields. The message names the rank,
-// and the field and who has what. A port that is busy, a stranger that answers and a wrong size are
-// Errors too.
-std::string rendezvous(const Place& place, const Fields& fields, const std::string& blob,
-                       double patience = 60);
+// Connects the ranks and returns rank 0's `nccl_id` on all of them. Throws Error on every rank that
+// has connected if another one is missing after `timeout` seconds or has different fields; the
+// message says which rank, which field, and the two values. It also throws Error if the port is in
+// use, if something other than rank 0 answers there, or if ranks disagree on their number.
+std::string rendezvous(const RankInfo& self, const Fields& fields, const std::string& nccl_id,
+                       double timeout = 60);
 
-// At this address of IPv4 or IPv6 alone. A name may mean another one to others, so it means all
-// IPv4 addresses here.
+// A socket that listens at this IPv4 or IPv6 address only. If `address` is a name, the socket
+// listens at all IPv4 addresses of this machine, because other machines may resolve the name to a
+// different one of them.
 int listen_at(const std::string& address, int port);

@@ -1,38 +1,39 @@
-// Who owns which part of the parameters when the optimizer is sharded (ZeRO-1, Rajbhandari et al.
-// 2020).
+// Which rank updates which part of the parameters if the optimizer is sharded (ZeRO-1, Rajbhandari
+// et al. 2020).
 //
-// Rank r's share is part r of n of every tensor, or of each layer's part of a tensor whose
-// gradients are summed layer by layer. The gradients and the optimizer's state of a share are
-// stored back to back, in the order of the parameters.
+// Of n ranks, rank r's share is the r-th of n equal parts of every tensor or, where gradients are
+// summed layer by layer, of every layer of the tensor. If the optimizer is not sharded, n is 1 and
+// every rank's share is everything. The gradients and the optimizer state of a share are stored
+// without gaps, in the order of the parameters.
 #pragma once
 #include <algorithm>
 #include <vector>
 
 #include "common/tensor_spec.h"
 
-// Every rank's share of a tensor with C channels must be whole 16-byte vectors.
+// Whether every rank's share of a tensor with C channels is a whole number of 16-byte vectors.
 inline bool can_shard(int C, int ranks) {
     return C % (4 * ranks) == 0;
 }
 
-// With --overlap the gradients of matmul weights are summed as soon as backward has finished a
-// layer.
+// With --overlap the gradients of a matmul's weights are summed over the ranks as soon as backward
+// has finished a layer.
 inline bool summed_by_layer(const TensorSpec& tensor, bool overlap) {
     return overlap && tensor.is_matrix() && tensor.layers > 0;
 }
 
-// A rank's share of these tensors, a range for each. With one rank that is everything.
+// A rank's share of these tensors, one range per tensor.
 template <class Tensors>
-std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int ranks, bool overlap) {
+std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int shards, bool overlap) {
     std::vector<ParamRange> share;
     size_t tensor_begin = 0;  // among all parameters
     size_t state_begin = 0;   // among the elements of this share
     for (const TensorSpec& t : tensors) {
-        const bool layer_by_layer = ranks > 1 && summed_by_layer(t, overlap);
+        const bool layer_by_layer = shards > 1 && summed_by_layer(t, overlap);
         const size_t pieces = layer_by_layer ? t.layers : 1;
         const size_t stride = t.elements() / pieces;
-        const size_t size = stride / ranks;
-        const size_t begin = tensor_begin + rank % ranks * size;
+        const size_t size = stride / shards;
+        const size_t begin = tensor_begin + (rank % shards) * size;
         share.push_back({.begin = begin,
                          .size = size,
                          .decay = t.decays(),
@@ -45,24 +46,25 @@ std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int ranks, bo
     return share;
 }
 
-// A part of a share without a gap.
+// A part of a share without gaps.
 struct SharePart {
-    size_t parameter;  // its first element among all parameters
-    size_t state;      // the same among the share's gradients, m, v and master
+    size_t parameter;  // where it starts among all parameters
+    size_t state;      // where it starts in the share's gradients, m, v and master weights
     size_t count;      // elements
 };
 
-// Calls f(part) for what a share has of the parameters from `begin` to `end`.
+// Calls f(part) for everything that a share has of the parameters from `begin` to `end`.
 template <class F>
 void for_each_part(const std::vector<ParamRange>& share, size_t begin, size_t end, F f) {
     for (const ParamRange& range : share) {
         for (size_t p = 0; p < range.pieces; p++) {
             const size_t first = std::max(begin, range.piece(p));
             const size_t last = std::min(end, range.piece(p) + range.size);
-            if (first < last)
-                f(SharePart{.parameter = first,
-                            .state = range.state(p) + (first - range.piece(p)),
-                            .count = last - first});
+            if (first >= last)
+                continue;
+            f(SharePart{.parameter = first,
+                        .state = range.state(p) + (first - range.piece(p)),
+                        .count = last - first});
         }
     }
 }

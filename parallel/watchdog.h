@@ -1,5 +1,6 @@
-// Ends this rank when it hangs, whatever its main thread and its GPU wait for. A collective whose
-// other ranks are gone never ends, so this also ends the ranks that a dead one leaves behind.
+// Ends this rank if it hangs, whatever its main thread and its GPU are waiting for. A collective
+// whose other ranks are gone never returns, so the watchdog also ends the ranks that survive a dead
+// one.
 #pragma once
 #include <unistd.h>
 
@@ -11,18 +12,19 @@
 
 #include "common/error.h"
 
-inline std::atomic<int> g_step{0};  // at work, for the message
+inline std::atomic<int> g_step{0};  // the step in progress, for the watchdog's message
 inline std::atomic<uint64_t> g_progress{0};
 
-// Tells the watchdog that work goes on: after every layer, evaluated batch, sampled token and piece
-// of a checkpoint.
+// Tells the watchdog that this rank is alive. Called after every layer, evaluated batch, sampled
+// token and part of a checkpoint.
 inline void note_progress() {
     g_progress++;
 }
 
 class Watchdog {
   public:
-    // The watching thread asks `title` who and where this rank is, such as "rank 3 at step 12".
+    // `title` is the start of the message: which rank this is and what it is doing ("rank 3 at step
+    // 12"). The watchdog's own thread calls it.
     explicit Watchdog(std::function<std::string()> title) : title_(std::move(title)) {
         try {
             thread_ = std::thread([this] { watch(); });
@@ -31,45 +33,63 @@ class Watchdog {
                         "): nothing will end this rank if it hangs; raise ulimit -u");
         }
     }
+
     ~Watchdog() {
-        allow(-1);
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            stop_ = true;
+        }
         if (thread_.joinable())
             thread_.join();
     }
-    // From now on so many seconds without progress are a hang. 0: no progress is awaited.
-    void allow(double seconds) {
+
+    // From now on the rank ends if it makes no progress for this long; 0 lets it take any time.
+    void set_timeout(double seconds) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        allowed_ = seconds;
+        timeout_ = seconds;
         note_progress();
     }
-    // The watching thread asks for an error too, "" if there is none. Once ask(nullptr) returns,
-    // nobody asks any more.
-    void ask(std::function<std::string()> error) {
+
+    // The watchdog's thread also ends the rank if `error` returns something other than "". Once
+    // set_error_source(nullptr) has returned, the previous function is not called any more.
+    void set_error_source(std::function<std::string()> error) {
         const std::lock_guard<std::mutex> lock(mutex_);
         error_ = std::move(error);
     }
 
   private:
-    std::function<std::string()> title_, error_;
-    double allowed_ = 0;  // or -1 when the thread is to end
-    std::mutex mutex_;
+    const std::function<std::string()> title_;
     std::thread thread_;  // none if the system has no more threads
+
+    std::mutex mutex_;  // guards the rest
+    std::function<std::string()> error_;
+    double timeout_ = 0;
+    bool stop_ = false;
+
     void watch() {
+        constexpr double kInterval = 0.1;
         uint64_t seen = 0;
-        for (double idle = 0;; idle += 0.1) {
-            usleep(100000);
+        double idle = 0;
+
+        for (;;) {
+            usleep(static_cast<useconds_t>(1e6 * kInterval));
             const std::lock_guard<std::mutex> lock(mutex_);
-            if (allowed_ < 0)
+            if (stop_)
                 return;
-            if (g_progress != seen)
+
+            idle += kInterval;
+            if (g_progress != seen) {
+                seen = g_progress;
                 idle = 0;
-            seen = g_progress;
-            std::string wrong = error_ ? error_() : "";
-            if (allowed_ > 0 && idle > allowed_)
-                wrong = format("no progress for %.0f s", allowed_);
-            if (wrong.empty())
+            }
+
+            std::string failure = error_ ? error_() : "";
+            if (timeout_ > 0 && idle > timeout_)
+                failure = format("no progress for %.0f s", timeout_);
+            if (failure.empty())
                 continue;
-            print_error("train_gpt2cu: " + title_() + ": " + wrong + "; the job ends");
+
+            print_error("train_gpt2cu: " + title_() + ": " + failure + "; the job ends");
             _exit(1);
         }
     }

@@ -71,13 +71,13 @@ class Checkpoints {
 
     // Waits for the checkpoint that is being written. All ranks call this together.
     void await() {
-        ranks_.allow(0);  // a disk may take its time
+        ranks_.set_timeout(0);  // a disk may take its time
         if (written_.valid())
             end_of_writing();
         if (ranks_.rank == 0)
-            ranks_.allow(o_.timeout);  // the others may still wait for its disk
-        last_ = ranks_.gather(last_)[0];
-        ranks_.allow(o_.timeout);
+            ranks_.set_timeout(o_.timeout);  // the others may still wait for its disk
+        last_ = ranks_.broadcast(last_);
+        ranks_.set_timeout(o_.timeout);
     }
 
     void save_if_due(int step) {
@@ -101,12 +101,12 @@ class Checkpoints {
     // step, or -1 if there is none. Rank 0 reads and sends, because the directory need not exist on
     // other machines.
     int restore() {
-        ranks_.allow(0);  // a disk may take its time
+        ranks_.set_timeout(0);  // a disk may take its time
         const int newest =
-            ranks_.gather(ranks_.rank > 0 ? -1 : checkpoint_to_resume(o_.output_dir))[0];
+            ranks_.broadcast(ranks_.rank > 0 ? -1 : checkpoint_to_resume(o_.output_dir));
         if (newest >= 0)
             restore(newest);
-        ranks_.allow(o_.first_timeout());
+        ranks_.set_timeout(o_.first_timeout());
         return newest;
     }
 
@@ -155,9 +155,9 @@ class Checkpoints {
         identity_.recipe = o_.recipe();
         writing_ = step;
         const Counters counters{uint64_t(step), 0, batches_.position()};
-        ranks_.allow(0);  // without a thread to spare it is written here
+        ranks_.set_timeout(0);  // without a thread to spare it is written here
         written_ = start_async([this, counters] { write(counters); });
-        ranks_.allow(o_.timeout);
+        ranks_.set_timeout(o_.timeout);
     }
 
     // Runs while training goes on, and reads nothing that changes until await() returns. The model
@@ -209,7 +209,7 @@ class Checkpoints {
         std::unique_ptr<StateFile> state;  // of rank 0
         if (ranks_.rank == 0)
             state = open(step);
-        const Counters counters = ranks_.gather(state ? state->counters : Counters{})[0];
+        const Counters counters = ranks_.broadcast(state ? state->counters : Counters{});
         if (state)
             read_parameters(path, counters.model_checksum);
         broadcast(model_, model_.params);

@@ -62,7 +62,7 @@ Validation validate(Model& model, Loader& loader, int at_most) {
     } catch (const Error&) {
         error = std::current_exception();
     }
-    ranks.add_up(losses);
+    ranks.sum_over_ranks(losses);
     note_progress();
     if (error)
         std::rethrow_exception(error);
@@ -112,7 +112,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
                 std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
-    model.ranks.add_up(means);
+    model.ranks.sum_over_ranks(means);
     note_progress();
     std::vector<std::vector<double>> losses(choices.size());
     for (size_t r = 0; r < rows.size(); r++)

@@ -203,17 +203,17 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table) {
 // -------------------------------------------------------------------------------------------------
 // Defaults that depend on the run
 
-void check_ranks(const Options& o, const Place& place, int gpus, const std::string& why_no_gpu) {
-    const int ranks = std::max(o.gpus, place.size);
+void check_ranks(const Options& o, const RankInfo& self, int gpus, const std::string& why_no_gpu) {
+    const int ranks = std::max(o.gpus, self.size);
     if (ranks % o.context_parallel)
         throw UsageError(format("--context-parallel %d does not divide --gpus %d: use --gpus %d",
                                 o.context_parallel, ranks,
                                 (ranks / o.context_parallel + 1) * o.context_parallel));
     if (o.context_parallel > 1 && !o.hellaswag.empty())
         throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
-    if (o.gpus > 0 && place.size > 1 && o.gpus != place.size)
+    if (o.gpus > 0 && self.size > 1 && o.gpus != self.size)
         throw UsageError(format("--gpus %d, but the launcher started %d ranks: leave out --gpus",
-                                o.gpus, place.size));
+                                o.gpus, self.size));
     if (o.generate > 0 && ranks > 1)
         throw UsageError("--generate runs on one GPU: leave out --gpus");
     if (ranks == 1 || o.memory)

@@ -51,7 +51,7 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table);
 
 // What options and launcher ask for must fit together, and this machine, which has `gpus` GPUs,
 // must have it.
-void check_ranks(const Options& o, const Place& place, int gpus, const std::string& why_no_gpu);
+void check_ranks(const Options& o, const RankInfo& self, int gpus, const std::string& why_no_gpu);
 
 // The defaults that depend on device, model and ranks. resolve_steps has those that need the size
 // of the data.

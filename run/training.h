@@ -127,7 +127,7 @@ struct Run {
             {"parameters",
              checksum(dev, model.workspace().scratch, model.params.base, model.params.bytes)}};
         for (const auto& [name, hash] : all_equal) {
-            const std::vector<uint64_t> all = ranks.gather(hash);
+            const std::vector<uint64_t> all = ranks.all_gather(hash);
             for (int r = 1; r < ranks.size; r++)
                 if (all[r] != all[0])
                     throw Error(
@@ -169,7 +169,7 @@ struct Run {
         report.restart_timer(step, first_step);
         checkpoints.poll();
         g_step = step + 1;
-        ranks.allow(step > first_step ? o.timeout : o.first_timeout());
+        ranks.set_timeout(step > first_step ? o.timeout : o.first_timeout());
     }
 
     void prepare_next_batches() {

@@ -158,14 +158,14 @@ int main(int argc, char** argv) {
     };
     return bench_main(
         argc, argv, "bench_ring", "The ring's speed.", "ring_speed.jsonl", o, table, [&] {
-            const Place place = place_from_environment();
-            if (o.gpus > 1 && place.size == 1)
+            const RankInfo self = rank_from_environment();
+            if (o.gpus > 1 && self.size == 1)
                 return launch_ranks(o.gpus, argv);
-            if (place.size < 2)
+            if (self.size < 2)
                 throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
-            const std::string id = rendezvous(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
-            Cuda dev(place.local_rank);
-            NcclComm comm(dev, place.rank, place.size, id);
+            const std::string id = rendezvous(self, {}, self.rank == 0 ? NcclComm::new_id() : "");
+            Cuda dev(self.local_rank);
+            NcclComm comm(dev, self.rank, self.size, id);
             run_bench({o, dev, comm});
             return 0;
         });

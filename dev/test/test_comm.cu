@@ -42,8 +42,14 @@ void on_gpus(const Body& body) {
             ranks.start([&, rank] {
                 if (all == 1)
                     setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
-                const Place place{rank, size, rank, size, port, "127.0.0.1", "a job"};
-                const std::string id = rendezvous(place, {}, rank == 0 ? NcclComm::new_id() : "");
+                const RankInfo self{.rank = rank,
+                                    .size = size,
+                                    .local_rank = rank,
+                                    .local_size = size,
+                                    .port = port,
+                                    .address = "127.0.0.1",
+                                    .job = "a job"};
+                const std::string id = rendezvous(self, {}, rank == 0 ? NcclComm::new_id() : "");
                 const Cuda dev(rank % all);
                 NcclComm comm(dev, rank, size, id);
                 body(dev, comm);

@@ -1,6 +1,6 @@
-// Tests how ranks start, meet and end, without a model. Launchers set their variables, --gpus
-// starts processes, ranks are missing or wrong in every way, strangers come to the port, and the
-// watchdog ends what hangs.
+// Tests how ranks start, find each other and end, without a model. Launchers set their variables,
+// --gpus starts processes, ranks are missing or wrong in every way, strangers come to the port, and
+// the watchdog ends what hangs.
 //
 // Run: ./dev/test_launch [part of a test's name]
 #include <arpa/inet.h>
@@ -30,8 +30,8 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
 
 namespace {
 
-Place local_place(int rank, int size, int port, const std::string& job = "job") {
-    return {rank, size, 0, 1, port, "127.0.0.1", job};
+RankInfo rank_info(int rank, int size, int port, const std::string& job = "job") {
+    return {.rank = rank, .size = size, .port = port, .address = "127.0.0.1", .job = job};
 }
 sockaddr_in local_address(int port, const char* host = "127.0.0.1") {
     sockaddr_in a = {};
@@ -41,10 +41,10 @@ sockaddr_in local_address(int port, const char* host = "127.0.0.1") {
     return a;
 }
 // A connection that has sent `text`, or -1 if nobody listens there within so many seconds.
-int connect_and_say(int port, const std::string& text, double patience = 20,
+int connect_and_say(int port, const std::string& text, double timeout = 20,
                     const char* host = "127.0.0.1") {
     const sockaddr_in a = local_address(port, host);
-    for (const double deadline = now() + patience;; sleep_for(0.01)) {
+    for (const double deadline = now() + timeout;; sleep_for(0.01)) {
         const int fd = socket(AF_INET, SOCK_STREAM, 0);
         if (connect(fd, reinterpret_cast<const sockaddr*>(&a), sizeof a) == 0) {
             send(fd, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -55,25 +55,26 @@ int connect_and_say(int port, const std::string& text, double patience = 20,
             return -1;
     }
 }
-const std::string kBlob("\0a blob\n\0with\0\0zeros\0", 21);
+const std::string kNcclId("\0an id\n\0with\0\0zeros\0", 20);
 
-// Meets as this rank and checks what comes of it.
-int meet_all(const Place& place, const Fields& fields = {}, double patience = 20) {
-    CHECK(rendezvous(place, fields, place.rank == 0 ? kBlob : "", patience) == kBlob);
+// Takes part in a rendezvous as this rank and checks that it gets the id of rank 0.
+int check_rendezvous(const RankInfo& self, const Fields& fields = {}, double timeout = 20) {
+    CHECK(rendezvous(self, fields, self.rank == 0 ? kNcclId : "", timeout) == kNcclId);
     return 0;
 }
 
-// What place_from_environment() says with these variables alone.
-std::string place_with(const std::string& environment) {
+// What rank_from_environment() says with these variables alone.
+std::string launched_with(const std::string& environment) {
     std::istringstream words(environment);
     std::vector<std::string> variables(std::istream_iterator<std::string>(words), {});
     for (std::string& v : variables)
         putenv(v.data());
     std::string got;
     try {
-        const Place p = place_from_environment();
-        got = format("rank %d of %d, %d of %d here, at %s %d, job %s;", p.rank, p.size,
-                     p.local_rank, p.local_size, p.address.c_str(), p.port, p.job.c_str());
+        const RankInfo self = rank_from_environment();
+        got = format("rank %d of %d, %d of %d here, at %s %d, job %s;", self.rank, self.size,
+                     self.local_rank, self.local_size, self.address.c_str(), self.port,
+                     self.job.c_str());
     } catch (const UsageError& e) {
         got = e.what();
     }
@@ -85,16 +86,16 @@ std::string place_with(const std::string& environment) {
 // A rank of --gpus, which is this program with other arguments.
 volatile std::sig_atomic_t signals = 0;
 int child(const std::string& act) {
-    const Place place = place_from_environment();
-    if (act == "meet")
-        return meet_all(place) + test::failed_checks() + (place.local_rank != place.rank);
-    if (act == "exit" && place.rank == 1)
+    const RankInfo self = rank_from_environment();
+    if (act == "rendezvous")
+        return check_rendezvous(self) + test::failed_checks() + (self.local_rank != self.rank);
+    if (act == "exit" && self.rank == 1)
         return 3;
     if (act == "die") {
-        sleep_for(place.rank);
-        if (place.rank == 1)
+        sleep_for(self.rank);
+        if (self.rank == 1)
             raise(SIGKILL);
-        return 4 + place.rank;
+        return 4 + self.rank;
     }
     if (act == "print")
         return std::puts("printed") < 0;
@@ -197,13 +198,13 @@ TEST(launchers_variables) {
          "rank 2 of 5, 2 of 3 here"},
     };
     for (const auto& [environment, says] : cases) {
-        const std::string got = place_with(environment);
+        const std::string got = launched_with(environment);
         if (count_of(got, says) == 0)
             test::report(__FILE__, __LINE__, environment + ": " + got + ", expected " + says);
     }
     const std::string local = mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_MCA_ess_base_jobid=";
-    const std::string seven = place_with(local + "7");
-    const std::string eight = place_with(local + "8");
+    const std::string seven = launched_with(local + "7");
+    const std::string eight = launched_with(local + "8");
     CHECK(seven.substr(0, seven.find(", job")) != eight.substr(0, eight.find(", job")));
 }
 
@@ -213,7 +214,7 @@ TEST(gpus_starts_and_ends_ranks) {
         int signal, code;
         std::vector<std::string> says;
         int lines;  // of the parent
-    } cases[] = {{"meet", 0, 0, {}, 0},
+    } cases[] = {{"rendezvous", 0, 0, {}, 0},
                  {"exit", 0, 3, {": rank 1 (pid ", ") ended with exit code 3\n"}, 1},
                  {"die",
                   0,
@@ -329,16 +330,17 @@ TEST(process_1_ends_by_a_signal) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Meeting
+// Rendezvous
 
-TEST(ranks_meet_in_any_order) {
-    CHECK(rendezvous({}, {}, kBlob) == kBlob);
+TEST(ranks_connect_in_any_order) {
+    CHECK(rendezvous({}, {}, kNcclId) == kNcclId);
     for (const int size : {2, 5}) {
         Processes ranks;
         const int port = free_port();
         for (int rank = size - 1; rank >= 0; rank--) {
             ranks.start([&] {
-                return meet_all(local_place(rank, size, port), {{"--lr", "1"}, {"data", "x\ny"}});
+                return check_rendezvous(rank_info(rank, size, port),
+                                        {{"--lr", "1"}, {"data", "x\ny"}});
             });
             if (rank == 1)
                 sleep_for(0.3);
@@ -351,7 +353,10 @@ TEST(ranks_meet_in_any_order) {
         Processes ranks;
         const int port = free_port();
         for (int rank : {0, 1}) {
-            ranks.start([&] { return meet_all({rank, 2, 0, 1, port, address, ""}); });
+            ranks.start([&] {
+                return check_rendezvous(
+                    {.rank = rank, .size = 2, .port = port, .address = address});
+            });
             if (rank == 0)
                 CHECK(connect_and_say(port, "", 0.5, "127.0.0.7") == -1);  // listens nowhere else
         }
@@ -367,7 +372,7 @@ TEST(differences_are_named_on_every_rank) {
             Fields fields = {{"--lr", rank == 2 ? "0.1" : "0.2"},
                              {"model", "d12"},
                              {"data", rank == 1 ? "a\x1b=c" : "b"}};
-            return meet_all(local_place(rank, 3, port), fields);
+            return check_rendezvous(rank_info(rank, 3, port), fields);
         });
     ranks.check({1, 1, 1});
     for (const char* says : {"; --lr: rank 2 has \"0.1\", rank 0 has \"0.2\"",
@@ -384,7 +389,7 @@ TEST(differences_are_named_on_every_rank) {
             if (rank == 0) {
                 fields.push_back({"data", "b"});
             }
-            return meet_all(local_place(rank, 2, other_port), fields);
+            return check_rendezvous(rank_info(rank, 2, other_port), fields);
         });
     }
     two.check({1, 1}, {"; data: rank 1 has \"\", rank 0 has \"b\""});
@@ -397,18 +402,19 @@ TEST(missing_and_wrong_ranks_are_named) {
         std::vector<std::string> says;
     } cases[] = {
         {{{0, 4}, {2, 4}},
-         {"rank: of 4 ranks these did not come to port ", " in 1 s: 1, 3; refused: nobody"}},
+         {"rank: of 4 ranks these did not connect to port ", " within 1 s: 1, 3; refused: none"}},
         {{{0, 2}, {2, 3}},
-         {"; refused: rank 2", "rank: rank 2", " is one too many; start all with the same number"}},
+         {"; refused: rank 2", "rank: rank 2",
+          " is one too many; start all ranks with the same number"}},
         {{{0, 2}, {1, 3}}, {"; number of ranks: rank 1 has \"3\", rank 0 has \"2\""}},
-        {{{0, 3}, {1, 3}, {1, 3}}, {"; refused: rank 1 is", "is one too many", ", each rank once"}},
+        {{{0, 3}, {1, 3}, {1, 3}}, {"; refused: rank 1 is", "is one too many", ", and each once"}},
         {{{1, 2}}, {"cannot reach rank 0 at 127.0.0.1 port ", "MASTER_PORT"}}};
     for (const auto& c : cases) {
         Processes processes;
         const int port = free_port();
         for (const auto& [rank, size] : c.ranks)
             processes.start([&, rank = rank, size = size] {
-                return meet_all(local_place(rank, size, port), {}, 1);
+                return check_rendezvous(rank_info(rank, size, port), {}, 1);
             });
         processes.check(std::vector<int>(c.ranks.size(), 1), c.says);
     }
@@ -417,25 +423,25 @@ TEST(missing_and_wrong_ranks_are_named) {
 TEST(a_port_is_another_programs_at_first) {
     const int port = free_port();
     const int fd = listen_at("127.0.0.1", port);
-    CHECK_ERROR(rendezvous(local_place(0, 2, port), {}, ""),
+    CHECK_ERROR(rendezvous(rank_info(0, 2, port), {}, ""),
                 "Address already in use; set MASTER_ADDR");
     Processes ranks;
     ranks.start([&] {
         close(fd);
-        return meet_all(local_place(1, 2, port));
+        return check_rendezvous(rank_info(1, 2, port));
     });
     const int guest = accept(fd, nullptr, nullptr);
     send(guest, "220 mail ready\r\n", 16, MSG_NOSIGNAL);
     shutdown(guest, SHUT_WR);
     close(fd);
-    ranks.start([&] { return meet_all(local_place(0, 2, port)); });
+    ranks.start([&] { return check_rendezvous(rank_info(0, 2, port)); });
     ranks.check({0, 0});
     close(guest);
 }
 
 // A connection that nobody refuses and nobody accepts, as behind a firewall. Here a listener's
 // queue is full.
-TEST(a_silent_address_takes_no_more_than_the_patience) {
+TEST(a_silent_address_delays_no_longer_than_the_timeout) {
     const int port = free_port();
     const int listener = listen_at("127.0.0.1", port);
     CHECK(listen(listener, 0) == 0);
@@ -447,7 +453,7 @@ TEST(a_silent_address_takes_no_more_than_the_patience) {
         CHECK(errno == EINPROGRESS);
     }
     Processes ranks;
-    ranks.start([&] { return meet_all(local_place(1, 2, port), {}, 1); });
+    ranks.start([&] { return check_rendezvous(rank_info(1, 2, port), {}, 1); });
     ranks.check({1}, {"cannot reach rank 0 at 127.0.0.1 port "});
 
     // Rank 0 comes there when the first try is over.
@@ -455,12 +461,12 @@ TEST(a_silent_address_takes_no_more_than_the_patience) {
     ranks.start([&] {
         for (int fd : queue)
             close(fd);
-        return meet_all(local_place(1, 2, port));
+        return check_rendezvous(rank_info(1, 2, port));
     });
     sleep_for(3);
     for (int fd : queue)
         close(fd);
-    ranks.start([&] { return meet_all(local_place(0, 2, port)); });
+    ranks.start([&] { return check_rendezvous(rank_info(0, 2, port)); });
     ranks.check({0, 0});
 }
 
@@ -470,7 +476,7 @@ TEST(strangers_at_the_port) {
     const int port = free_port();
     Processes ranks;
     Processes flood;
-    ranks.start([&] { return meet_all(local_place(0, 2, port, "secret")); });
+    ranks.start([&] { return check_rendezvous(rank_info(0, 2, port, "secret")); });
     const std::string wrong("Secret\0001\0002\000rank\000here\0", 21);
     std::vector<std::string> say = {"", "GET / HTTP/1.1\r\n\r\n", std::string(1000, '\0')};
     for (size_t n = 0; n <= wrong.size(); n++)
@@ -492,11 +498,11 @@ TEST(strangers_at_the_port) {
                ssize_t(much.size());  // taken without end
     });
     flood.check({0});
-    CHECK_ERROR(rendezvous(local_place(1, 2, port, "guess"), {}, "", 0.3),
+    CHECK_ERROR(rendezvous(rank_info(1, 2, port, "guess"), {}, "", 0.3),
                 "is not rank 0 of this job");
     for (int rank : {-1, 2})
-        CHECK_ERROR(rendezvous(local_place(rank, 2, port, "secret"), {}, ""), "is one too many");
-    ranks.start([&] { return rendezvous(local_place(1, 2, port, "secret"), {}, "") != kBlob; });
+        CHECK_ERROR(rendezvous(rank_info(rank, 2, port, "secret"), {}, ""), "is one too many");
+    ranks.start([&] { return rendezvous(rank_info(1, 2, port, "secret"), {}, "") != kNcclId; });
     ranks.check({0, 0});
     for (int fd : stay) {
         CHECK(recv(fd, &answer, 1, MSG_DONTWAIT) <= 0);
@@ -523,19 +529,19 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
     };
     check(0, "", [](Watchdog& dog) {
         bool lives = true;
-        dog.allow(60);
-        dog.ask([&] { return std::string(lives ? "" : "asked too late"); });
+        dog.set_timeout(60);
+        dog.set_error_source([&] { return std::string(lives ? "" : "asked too late"); });
         sleep_for(0.3);
-        dog.ask(nullptr);
+        dog.set_error_source(nullptr);
         lives = false;
         sleep_for(0.3);
     });
     // The time in which it was allowed to stand still does not count later.
     check(0, "stood still\nworks\n", [&](Watchdog& dog) {
-        dog.allow(0);
+        dog.set_timeout(0);
         sleep_for(3);
         say("stood still");
-        dog.allow(2);
+        dog.set_timeout(2);
         sleep_for(1);
         say("works");
     });
@@ -543,21 +549,21 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
     const std::string hangs =
         "worked\nstood still\ntrain_gpt2cu: rank 3 at step 12: no progress for 2 s; the job ends\n";
     check(1, hangs, [&](Watchdog& dog) {
-        dog.allow(2);
+        dog.set_timeout(2);
         for (int i = 0; i < 40; i++, sleep_for(0.1))
             note_progress();
         say("worked");
-        dog.allow(0);
+        dog.set_timeout(0);
         sleep_for(3);
         say("stood still");
-        dog.allow(2);
+        dog.set_timeout(2);
         sleep_for(60);
         say("hung to the end");
     });
     check(1, "train_gpt2cu: rank 3 at step 12: NCCL is gone; the job ends\n", [&](Watchdog& dog) {
-        dog.ask([] { return std::string(); });
+        dog.set_error_source([] { return std::string(); });
         sleep_for(0.3);
-        dog.ask([] { return std::string("NCCL is gone"); });
+        dog.set_error_source([] { return std::string("NCCL is gone"); });
         sleep_for(60);
         say("went on");
     });
@@ -568,8 +574,8 @@ TEST(a_rank_without_a_thread_to_spare_has_no_watchdog) {
     rank.start([&] {
         no_threads = true;
         Watchdog dog([] { return std::string("rank 3 at step 12"); });
-        dog.allow(0.1);
-        dog.ask([] { return std::string(); });
+        dog.set_timeout(0.1);
+        dog.set_error_source([] { return std::string(); });
         sleep_for(0.5);
         return 7;
     });
