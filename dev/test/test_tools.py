@@ -658,6 +658,18 @@ def test_all_cores_are_used(tmp):
         assert "threads 2\n" in done.stdout, done  # it runs beside others, as with 16 cores
 
 
+def test_programs_with_kernels_keep_most_cores(tmp):
+    """dev/kernels is built from dev/test/kernels.cu. Others run beside it, on two threads."""
+    says = "echo threads of $0: $OMP_NUM_THREADS.; echo 1 passed, 0 failed, 0 skipped"
+    programs = "dev/kernels", "dev/plain"
+    path = before_others(tmp, {"nproc": "echo 16", **dict.fromkeys(programs, says)})
+    written(tmp / "dev" / "test" / "kernels.cu", "")
+    runner = ROOT / "dev" / "test" / "run_tests.sh"
+    done = run(runner, "true", *programs, cwd=tmp, OMP_NUM_THREADS="9", **path)
+    assert "threads of ./dev/kernels: 9.\n" in done.stdout, done
+    assert "threads of ./dev/plain: 2.\n" in done.stdout, done
+
+
 def test_runner_of_the_tests(tmp):
     """dev/test/run_tests.sh and a harness: what they count, and that nothing runs for ever or is
     left behind."""
