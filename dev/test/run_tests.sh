@@ -53,7 +53,7 @@ for program in "$@"; do
     case $program in
     *.py) last="$last $program" ;;
     */test_program) alone=$program ;;
-    *) if [ "$beside" ] && [ ! -e "$program.cu" ]; then last="$last $program"; else first="$first $program"; fi ;;
+    *) if [ "$beside" ] && [ ! -e "$(dirname "$program")/test/$(basename "$program").cu" ]; then last="$last $program"; else first="$first $program"; fi ;;
     esac
 done
 if [ "$beside" ]; then
