@@ -1,47 +1,46 @@
 #!/bin/sh
 # run_tests.sh "command that compiles for other architectures" program...
-# Runs the programs, .py files by python3, and then the command, whatever fails. Its last line is "N passed, N failed, N
-# skipped". Programs in Python come last. With 16 cores or more they, those that no GPU is for and the compilation run
-# beside the others. Of these test_program comes first and alone, because it trains on all GPUs. test_attention, the
-# longest, runs beside the rest. Each has TEST_LIMIT · TEST_PATIENCE seconds, and leaves nothing behind.
-archs=$1; shift
+#
+# Runs the test programs (.py files by python3) and the command, whatever fails. The last line is
+# "N passed, N failed, N skipped", and the exit code is 1 if anything failed. Each program has
+# TEST_LIMIT · TEST_PATIENCE seconds, and what it started is killed at its end.
+#
+# With 16 cores or more, what uses no GPU runs in the background: programs in Python, programs
+# without a .cu file, and the compilation. So does test_attention, which takes longest. test_program
+# trains on all GPUs, so it runs before any other program that uses one.
+archs=$1
+shift
 limit=${TEST_LIMIT:-1200}
-cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # which would be nproc's answer
-beside=$([ "$cores" -lt 16 ] || echo yes)  # some programs run beside the others
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc obeys these variables
+background=
+[ "$cores" -lt 16 ] || background=yes
 # Threads that spin while they wait for each other take cores that other programs need.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
-# The reference's small models gain nothing from more threads than that, and those of 64 cores mostly wait for each other.
+# The reference's small models gain nothing from more than 16 threads: those of 64 cores mostly wait
+# for each other.
 [ "$cores" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
-passed=0 failed=0 skipped=0 alone= first= last=
+
 . "$(dirname "$0")/within.sh"
 logs=$groups/logs
 mkdir "$logs"
+passed=0
+failed=0
+skipped=0
 
-# run program: its output to $logs/<name>, then its exit code to $logs/<name>.code.
+# Runs a program. Its output is then in $logs/<name>, and its exit code in $logs/<name>.code.
 run() {
     log=$logs/$(basename "$1")
     case $1 in
-    *.py) if command -v python3 >/dev/null; then within "$limit" python3 "$1"; else echo "no python3"; echo "0 passed, 0 failed, 1 skipped"; fi ;;
+    *.py)
+        if command -v python3 >/dev/null; then
+            within "$limit" python3 "$1"
+        else
+            echo "no python3"
+            echo "0 passed, 0 failed, 1 skipped"
+        fi ;;
     *) within "$limit" ./"$1" ;;
     esac >"$log" 2>&1
     echo $? >"$log.code"
-}
-# report program: shows its output and counts what its last line says; one that dies before it counts as a failure.
-report() {
-    log=$logs/$(basename "$1") code=$(cat "$logs/$(basename "$1").code")
-    echo "== $1"
-    cat "$log"
-    counts=$(tail -n 1 "$log" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
-    case $code,$counts in
-    0,*) ;;
-    *,*" 0 "*) counts= ;;  # says that nothing failed, but did not end well
-    esac
-    if [ -z "$counts" ]; then
-        echo "$1 ended with code $code and no result"
-        counts="0 1 0"
-    fi
-    set -- $counts
-    passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
 }
 
 compile() {
@@ -49,33 +48,85 @@ compile() {
     echo $? >"$logs/archs.code"
 }
 
+# Prints a program's output and adds the counts in its last line to the totals. A program without
+# such a line counts as one failure, and so does one whose exit code tells of a failure that its
+# counts do not have.
+report() {
+    log=$logs/$(basename "$1")
+    code=$(cat "$log.code")
+    echo "== $1"
+    cat "$log"
+
+    program=$1
+    set -- $(tail -n 1 "$log" |
+        sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
+    if [ $# -ne 3 ] || { [ "$code" -ne 0 ] && [ "$2" -eq 0 ]; }; then
+        echo "$program ended with exit code $code and without a result"
+        set -- 0 1 0
+    fi
+    passed=$((passed + $1))
+    failed=$((failed + $2))
+    skipped=$((skipped + $3))
+}
+
+# make builds dev/NAME from dev/test/NAME.cu, or from a .cpp file if there is no such.
+source_of() {
+    echo "$(dirname "$1")/test/$(basename "$1").cu"
+}
+
+# Which programs run when.
+before=      # alone on the GPUs
+foreground=  # one after the other
+longest=     # beside these
+others=      # in the background, or at the end
 for program in "$@"; do
-    case $program in
-    *.py) last="$last $program" ;;
-    */test_program) alone=$program ;;
-    *) if [ "$beside" ] && [ ! -e "$(dirname "$program")/test/$(basename "$program").cu" ]; then last="$last $program"; else first="$first $program"; fi ;;
+    case $background,$program in
+    *.py) others="$others $program" ;;
+    *,*/test_program) before=$program ;;
+    yes,*/test_attention) longest=$program ;;
+    yes,*)
+        if [ -e "$(source_of "$program")" ]; then
+            foreground="$foreground $program"
+        else
+            others="$others $program"
+        fi ;;
+    *) foreground="$foreground $program" ;;
     esac
 done
-if [ "$beside" ]; then
-    for program in $last; do (export OMP_NUM_THREADS=2; run "$program") & done  # the first keep most cores
+
+if [ "$background" ]; then
+    for program in $others; do
+        (export OMP_NUM_THREADS=2; run "$program") &  # the foreground has most cores
+    done
     compile &
 fi
-for program in $alone; do run "$program"; report "$program"; done
-longest=
-for program in $first; do
-    case $beside,$program in
-    yes,*/test_attention) longest=$program; run "$program" & ;;
-    *) run "$program"; report "$program" ;;
-    esac
-done
-wait
-for program in $longest $last; do
-    [ "$beside" ] || run "$program"
+for program in $before; do
+    run "$program"
     report "$program"
 done
+for program in $longest; do
+    run "$program" &
+done
+for program in $foreground; do
+    run "$program"
+    report "$program"
+done
+wait
+for program in $longest; do
+    report "$program"
+done
+for program in $others; do
+    [ "$background" ] || run "$program"
+    report "$program"
+done
+
 echo "== every kernel for each kind of architecture, no warnings, in attention no spills, no serialized wgmma"
-[ "$beside" ] || compile
+[ "$background" ] || compile
 cat "$logs/archs"
-if [ "$(cat "$logs/archs.code")" -eq 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+if [ "$(cat "$logs/archs.code")" -eq 0 ]; then
+    passed=$((passed + 1))
+else
+    failed=$((failed + 1))
+fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

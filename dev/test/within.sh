@@ -1,26 +1,37 @@
 # . dev/test/within.sh   For scripts whose commands may hang.
 #
-# within SECONDS command…   Ends with the command's exit code, 124 or 137 if it had to be killed; says that then. What the
-# command started and left behind is killed too, as it is after Ctrl-C, so each command has a process group of its own.
-groups=$(mktemp -d)
+# within SECONDS command…   Runs a command and returns its exit code, or 124 or 137 if it had to be
+# killed, which it then prints. TEST_PATIENCE multiplies the seconds.
+#
+# Each command has a process group of its own. What the command started is killed with it, and at
+# Ctrl-C or SIGTERM all that still runs.
+groups=$(mktemp -d)  # has a file for each group that runs, named by its number
 trap 'rm -rf "$groups"' EXIT
-# What runs in the background ignores Ctrl-C, which some tests send.
-hear=$(env --default-signal=INT true 2>/dev/null && echo env --default-signal=INT)
+# A shell lets its background processes ignore Ctrl-C, which some tests send.
+default_interrupt=$(env --default-signal=INT true 2>/dev/null && echo env --default-signal=INT)
 
 within() {
-    seconds=$(($1 * ${TEST_PATIENCE:-1})); shift
-    timeout -k 10 "$seconds" $hear "$@" &
-    group=$! code=0
+    seconds=$(($1 * ${TEST_PATIENCE:-1}))
+    shift
+    timeout -k 10 "$seconds" $default_interrupt "$@" &
+    group=$!  # timeout makes itself the leader of a group
     touch "$groups/$group"
+
+    code=0
     wait "$group" || code=$?
     kill -s KILL -- "-$group" 2>/dev/null
     rm -f "$groups/$group"
-    case $code in 124 | 137) echo "$*: no end after $seconds s, or killed" ;; esac
+    case $code in
+    124 | 137) echo "$*: no end after $seconds s, or killed" ;;
+    esac
     return $code
 }
+
 end_all() {  # exit code
     trap "" TERM INT
-    for group in "$groups"/*; do kill -s KILL -- "-${group##*/}" 2>/dev/null; done
+    for group in "$groups"/*; do
+        kill -s KILL -- "-${group##*/}" 2>/dev/null
+    done
     wait
     exit "$1"
 }
