@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +29,10 @@ BYTES = [bytes([byte]) for byte in VISIBLE + [byte for byte in range(256) if byt
 POINTER = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 200001024\n"
 )
+
+
+# with refused(Error, "part of its message"): …
+refused = unittest.TestCase().assertRaisesRegex
 
 
 class Skip(Exception):

@@ -34,6 +34,7 @@ from harness import (
     main,
     need,
     new_folder,
+    refused,
     tokenizer_file,
     unheard,
     written,
@@ -293,6 +294,15 @@ def test_text_is_cut_where_no_token_changes():
             batches = list(prepare.read_text(path, SimpleNamespace(sources=[path])))
         found = [token for texts in batches for token in prepare.encode(encoding, texts).tolist()]
         assert found == expected, f"seed {SEED}, trial {trial}: {text!r}"
+
+
+def test_long_runs_of_white_space():
+    """400,000 white spaces in a row are refused, wherever they begin, and one fewer is not."""
+    for begin in 0, 1, 199_999, 200_001, 399_999:
+        longest = "a" * begin + 399_999 * " "
+        assert prepare.encodable(longest + "b\n") == longest + "b\n"
+        with refused(ValueError, "white spaces"):
+            prepare.encodable(longest + "\n")
 
 
 def test_hellaswag_file():

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sys
-import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,6 +25,7 @@ from harness import (
     executable,
     main,
     need,
+    refused,
     run,
     succeeds,
     unheard,
@@ -34,7 +34,6 @@ from harness import (
 )
 
 SCRIPTS = ROOT / "scripts"
-refused = unittest.TestCase().assertRaisesRegex
 sys.path += [str(SCRIPTS), str(ROOT / "dev" / "bench"), str(ROOT / "dev" / "common")]
 import results  # noqa: E402  it sets RUN
 
