@@ -5,8 +5,8 @@
   files       cut where no         one <|endoftext|>        val_000000.bin, train_000001.bin, …
               token changes        before each document     in DIR.part, finally renamed to DIR
 
-Only one shard and a few batches per core are in memory. If anything fails, DIR.part is removed, so
-that DIR is either complete or does not exist.
+Only one shard and a few batches per core are held in memory. If anything fails, DIR.part is
+removed, so that DIR is either complete or does not exist.
 
 A shard has llm.c's format: 256 int32 (magic 20240520, version 1, number of tokens), then the tokens
 as uint16, all little endian."""
@@ -48,9 +48,11 @@ from prepare_common import (
     write_tokenizer,
 )
 
-SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
+SHARD_MAGIC = 20240520
+BATCH_BYTES = 1 << 20
 
-# TinyStories' own validation file comes first, because it has a little more than val_tokens.
+# The first tokens are for validation, so TinyStories' own validation file comes first. It has a
+# little more than val_tokens.
 STORIES = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -69,35 +71,37 @@ DATASETS = {
 
 
 def hub_files(repository, folder=None, names=None):
-    """Paths of these files, or of the folder's, in the hub's cache. Each is downloaded only when it
-    is asked for."""
+    """Downloads the files `names`, or all .parquet files of the folder, and yields their paths.
+    Each is downloaded only when the caller asks for the next path."""
     with asking_hub(repository) as hub:
-        of_hub = {"repo_type": "dataset", "revision": hub.HfApi().dataset_info(repository).sha}
-        # The listing is in no order.
-        listing = [] if names else hub.HfApi().list_repo_tree(repository, folder, **of_hub)
-        names = names or sorted(entry.path for entry in listing if entry.path.endswith(".parquet"))
+        sha = hub.HfApi().dataset_info(repository).sha
+        version = {"repo_type": "dataset", "revision": sha}
+        if not names:
+            listing = hub.HfApi().list_repo_tree(repository, folder, **version)
+            paths = [entry.path for entry in listing]
+            names = sorted(path for path in paths if path.endswith(".parquet"))
     for name in names:
         with asking_hub(f"{repository}: {name}") as hub:
-            yield hub.hf_hub_download(repository, name, **of_hub)
+            yield hub.hf_hub_download(repository, name, **version)
 
 
 def encode(encoding, texts):
-    """Tokens of [(begins a document, text)]. Blank documents have none."""
-    tokens = [[]]
+    """The tokens of a batch [(begins a document, text), …]. Blank documents are left out."""
+    tokens = [[]]  # for an empty batch
     for begins, text in texts:
         if begins and not text.strip():
             continue
         if begins:
             tokens.append([END_OF_TEXT])
-        # JSON can hold half a surrogate pair.
+        # JSON can contain half of a surrogate pair, which UTF-8 cannot express.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         tokens.append(encoding.encode_to_numpy(text, disallowed_special=()))
     return need("numpy").concatenate(tokens).astype("<u2")
 
 
 def in_order(pool, batches, encoding, ahead):
-    """The tokens of each batch, in order, with at most `ahead` batches in flight. tiktoken lets
-    threads run in parallel."""
+    """Yields the tokens of each batch, in order, with at most `ahead` batches in flight. The pool
+    has threads, because tiktoken releases the GIL."""
     pending = collections.deque()
     for texts in batches:
         pending.append(pool.submit(encode, encoding, texts))
@@ -112,57 +116,76 @@ def in_order(pool, batches, encoding, ahead):
 # on each side of it; a line end between two separators belongs to the first. Nothing else is
 # stripped, not even at the start or the end of the file: a last line end is text.
 DOCUMENTS = re.compile(r"(?:\r?\n)?<\|endoftext\|>(?:\r?\n)?")
-SPEECHES = re.compile(r"(?<=\n\n)")  # of tinyshakespeare: an empty line ends one, as llm.c has it
-# The last place where a cut changes no token: between a visible character and white space, because
-# GPT-2's pattern looks ahead only from white space and never looks back. Not after >, which may end
-# a separator.
+
+# llm.c splits tinyshakespeare into speeches, each of which ends with an empty line.
+SPEECHES = re.compile(r"(?<=\n\n)")
+
+# The text up to the last place where a cut changes no token: between a visible character and white
+# space, because GPT-2's pattern looks ahead only from white space and never looks back. We do not
+# cut after >, which may end a separator.
 LAST_CUT = re.compile(r"(?s:.*)[^\s>](?=[ \t\r\n])")
+
+
+def decode(decoder, path, offset, block):
+    """The text of the block of bytes at this offset. An empty block ends the file."""
+    if b"\0" in block:
+        raise Fail(
+            f"{path}: not text: a NUL byte at offset {offset + block.index(0)}; convert it to UTF-8"
+        )
+    try:
+        return decoder.decode(block, final=not block)
+    except UnicodeDecodeError as error:
+        # The object may begin with the last bytes of the previous block.
+        begin = offset + len(block) - len(error.object)
+        byte = error.object[error.start]
+        raise Fail(
+            f"{path}: invalid UTF-8 at offset {begin + error.start}: found byte 0x{byte:02x}; "
+            "convert it"
+        ) from None
 
 
 def read_text(path, args):
     separator = SPEECHES if args.sources == ["tinyshakespeare"] else DOCUMENTS
-    decoder, text, begins, more = codecs.getincrementaldecoder("utf-8-sig")(), "", True, True
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    text = ""  # what has been read and is in no batch yet
+    begins = True  # whether `text` begins a document
+    more = True
     with open(path, "rb") as file:
         while more:
-            at, block = file.tell(), file.read(BATCH_BYTES)
-            more = bool(block)
-            if b"\0" in block:
-                raise Fail(
-                    f"{path}: no text: a NUL byte at offset {at + block.index(0)}; "
-                    "convert it to UTF-8"
-                )
-            try:
-                text += decoder.decode(block, final=not more)
-            except UnicodeDecodeError as error:
-                offset = file.tell() - len(error.object) + error.start
-                byte = error.object[error.start]
-                raise Fail(
-                    f"{path}: invalid UTF-8 at offset {offset}: found byte 0x{byte:02x}; convert it"
-                ) from None
-            cut = LAST_CUT.match(text) if more else re.match("(?s:.*)", text)
-            if cut and text:
-                parts = separator.split(cut.group())
-                yield [(begins or i > 0, encodable(part)) for i, part in enumerate(parts)]
-                begins, text = False, text[cut.end() :]
+            offset = file.tell()
+            block = file.read(BATCH_BYTES)
+            more = len(block) > 0
+            text += decode(decoder, path, offset, block)
+
+            end = len(text)
+            if more:
+                cut = LAST_CUT.match(text)
+                end = cut.end() if cut else 0
+            if end == 0:
+                continue
+            parts = separator.split(text[:end])
+            yield [(begins or i > 0, encodable(part)) for i, part in enumerate(parts)]
+            begins = False
+            text = text[end:]
 
 
 def read_jsonl(path, args):
-    """An object a line, its text under args.field."""
-    begin, texts = 0, []
-    for at, found in json_lines(path):
-        if at - begin >= BATCH_BYTES:
+    """One document per line: an object with its text in args.field."""
+    begin = 0  # the batch's offset in the file
+    texts = []
+    advice = f"expected text in {args.field!r}; --field names another field"
+    for offset, found in json_lines(path):
+        if offset - begin >= BATCH_BYTES:
             yield texts
-            begin, texts = at, []
-        with reading(
-            f"{path}: object at offset {at}",
-            f"expected text in {args.field!r}, --field names another",
-        ):
+            begin = offset
+            texts = []
+        with reading(f"{path}: object at offset {offset}", advice):
             texts.append((True, encodable(found[args.field])))
     yield texts
 
 
 def read_parquet(path, args):
-    """A document a row, its text in the column args.field."""
+    """One document per row, its text in the column args.field."""
     with need("pyarrow.parquet").ParquetFile(path) as file:
         for rows in file.iter_batches(batch_size=256, columns=[args.field]):
             yield [(True, encodable(text)) for text in rows.column(0).to_pylist()]
@@ -172,7 +195,7 @@ READERS = {".txt": read_text, ".jsonl": read_jsonl, ".parquet": read_parquet}
 
 
 def read_files(paths, args):
-    """The batches of all files, lists of (begins a document, text)."""
+    """Yields the batches of all files, lists of (begins a document, text)."""
     for path in paths:
         with reading(path, f"damaged, or no text in the field {args.field!r}"):
             yield from READERS[Path(path).suffix](path, args)
@@ -180,21 +203,24 @@ def read_files(paths, args):
 
 @contextlib.contextmanager
 def all_or_nothing(output):
-    """Gives an empty folder. At the end it becomes the output, or goes if anything failed."""
+    """Yields an empty folder. It becomes `output` at the end, or is removed if anything failed."""
     if os.path.lexists(output):
         raise Fail(f"{output}: exists already; remove it or choose another --output")
     part = Path(f"{output}.part")
     part.mkdir(parents=True, exist_ok=True)
-    lock = os.open(part, os.O_RDONLY)  # until the process ends
+
+    lock = os.open(part, os.O_RDONLY)  # held until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # of another kind where a file system has no locks
-        if isinstance(error, BlockingIOError):
-            raise Fail(
-                f"{part}: another run writes there; wait for it or choose another --output"
-            ) from None
-    for left in part.iterdir():  # by a run that was killed
-        left.unlink()
+    except BlockingIOError:
+        raise Fail(
+            f"{part}: another run writes there; wait for it or choose another --output"
+        ) from None
+    except OSError:
+        pass  # this file system has no locks
+
+    for leftover in part.iterdir():  # of a run that was killed
+        leftover.unlink()
     try:
         yield part
         rename(part, output)
@@ -204,38 +230,53 @@ def all_or_nothing(output):
 
 def write_shards(folder, batches, val_tokens, args, bar):
     """Cuts the stream of tokens into shards, validation first. Returns the number of tokens."""
-    total, shards, data = 0, 0, next(batches, [])
     max_tokens = args.max_tokens or sys.maxsize
-    while len(data) and total < max_tokens:
-        split, end = ("val", val_tokens) if total < val_tokens else ("train", max_tokens)
-        end = min(end, total + args.shard_tokens, max_tokens)
+    total = 0
+    shards = 0
+    tokens = next(batches, [])  # of the current batch, those that are in no shard yet
+    while len(tokens) > 0 and total < max_tokens:
+        is_val = total < val_tokens
+        end_of_split = min(val_tokens, max_tokens) if is_val else max_tokens
+        end = min(total + args.shard_tokens, end_of_split)
+
         pieces = []
-        while len(data) and total < end:
-            piece, data = data[: end - total], data[end - total :]
+        count = 0
+        while len(tokens) > 0 and total + count < end:
+            piece = tokens[: end - total - count]
             pieces.append(piece)
-            total += len(piece)
+            count += len(piece)
             bar.update(len(piece))
-            data = data if len(data) else next(batches, [])
-        name, count = f"{split}_{shards:06d}.bin", sum(map(len, pieces))
-        write_file(
-            folder / name, [struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253), *pieces]
-        )
+            tokens = tokens[len(piece) :]
+            if len(tokens) == 0:
+                tokens = next(batches, [])
+
+        name = f"{'val' if is_val else 'train'}_{shards:06d}.bin"
+        header = struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253)
+        write_file(folder / name, [header, *pieces])
         bar.write(f"{name}: {count:,} tokens", file=sys.stdout)
+        total += count
         shards += 1
     return total
 
 
+def default_val_tokens(dataset, args):
+    """The dataset's own number, else one shard, but at most about a tenth of the user's files."""
+    if dataset:
+        return dataset.get("val_tokens") or args.shard_tokens
+    tokens = sum(map(os.path.getsize, args.sources)) // 4  # about four bytes each
+    return min(args.shard_tokens, max(1, tokens // 10))
+
+
 def prepare(args):
-    known = DATASETS.get(args.sources[0], {})
     for source in args.sources:
         check_fetched(source)
+    dataset = DATASETS.get(args.sources[0])
     with all_or_nothing(args.output) as folder:
-        # A token has about four bytes of text.
-        tenth = sys.maxsize if known else max(1, sum(map(os.path.getsize, args.sources)) // 40)
-        val_tokens = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
+        val_tokens = args.val_tokens or default_val_tokens(dataset, args)
         ranks = load_ranks(args)
         write_tokenizer(folder / "gpt2_tokenizer.bin", ranks)
-        paths = known["files"]() if known else args.sources
+
+        paths = dataset["files"]() if dataset else args.sources
         pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
         batches = in_order(pool, read_files(paths, args), make_encoding(ranks), 3 * args.jobs)
         with progress(total=args.max_tokens, unit=" tokens") as bar:
@@ -245,24 +286,18 @@ def prepare(args):
                 f"{args.output}: no tokens left to train on: found {total:,}, "
                 f"and {val_tokens:,} go to validation; give more text or a smaller --val-tokens"
             )
-    # Unlike Python's, C's glob() takes a backslash for an escape.
-    pattern = glob.escape(str(args.output)).replace("\\", r"\\")
-    command = [
-        "./train_gpt2cu",
-        "-i",
-        f"{pattern}/train_*.bin",
-        "-j",
-        f"{pattern}/val_*.bin",
-        "--tokenizer",
-        f"{args.output}/gpt2_tokenizer.bin",
-        "-o",
-        "run1",
-    ]
-    print(f"{args.output}: {total:,} tokens\nnext: {shlex.join(command)}")
+
+    # C's glob() takes a backslash for an escape, Python's does not.
+    folder = glob.escape(str(args.output)).replace("\\", r"\\")
+    train = shlex.quote(f"{folder}/train_*.bin")
+    val = shlex.quote(f"{folder}/val_*.bin")
+    tokenizer = shlex.quote(f"{args.output}/gpt2_tokenizer.bin")
+    print(f"{args.output}: {total:,} tokens")
+    print(f"next: ./train_gpt2cu -i {train} -j {val} --tokenizer {tokenizer} -o run1")
 
 
-def tokens(text):
-    """An option's number, 1e8 as well as 100000000."""
+def token_count(text):
+    """An option's number, as 1e8 or as 100000000."""
     number = float(text)
     if not 1 <= number < 1e15:
         raise ValueError
@@ -283,41 +318,52 @@ def main():
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help=f"one of {', '.join(DATASETS)}; or .txt, .jsonl and .parquet files",
+        help=f"one of {', '.join(DATASETS)}, or any .txt, .jsonl and .parquet files",
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="DIR",
-        help="default: data/cache/ and the source's name",
+        help="folder for the shards (default: data/cache/NAME, with the first source's name)",
     )
     parser.add_argument(
-        "--shard-tokens", type=tokens, default=10**8, metavar="N", help="default: 1e8"
+        "--shard-tokens",
+        type=token_count,
+        default=10**8,
+        metavar="N",
+        help="tokens per shard (default: 1e8)",
     )
     parser.add_argument(
         "--val-tokens",
-        type=tokens,
+        type=token_count,
         metavar="N",
-        help="the first N tokens are for validation (default: a shard, but about a tenth at most)",
+        help="use the first N tokens for validation "
+        "(default: one shard, but at most about a tenth of your files)",
     )
     parser.add_argument(
-        "--max-tokens", type=tokens, metavar="N", help="stop after so many (default: all)"
+        "--max-tokens",
+        type=token_count,
+        metavar="N",
+        help="stop after N tokens (default: take all)",
     )
     parser.add_argument(
-        "--field", default="text", help="of .jsonl and .parquet files (default: text)"
+        "--field",
+        default="text",
+        help="where .jsonl objects and .parquet rows hold their text (default: text)",
     )
     parser.add_argument(
         "--jobs",
         type=int,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="threads (default: one a core)",
+        help="number of threads (default: one per core)",
     )
     add_ranks_options(parser)
     args = parser.parse_args()
     for source in args.sources:
-        if (source not in DATASETS or len(args.sources) > 1) and Path(source).suffix not in READERS:
+        is_dataset = source in DATASETS and len(args.sources) == 1
+        if not is_dataset and Path(source).suffix not in READERS:
             parser.error(
                 f"{source}: expected one of {', '.join(DATASETS)} alone, "
                 f"or {', '.join(READERS)} files"

@@ -1,6 +1,6 @@
-"""What prepare.py, hellaswag.py and scripts/hf.py share: one-line errors, files that are either
-complete or absent, checked downloads, and GPT-2's tokens. scripts/results.py imports from here what
-every Python tool needs."""
+"""Shared by prepare.py, hellaswag.py and scripts/hf.py: one-line errors, files that are either
+complete or absent, checked downloads, and GPT-2's tokens. scripts/results.py passes on what every
+Python tool needs."""
 
 import contextlib
 import errno
@@ -14,25 +14,32 @@ import sys
 import urllib.request
 from pathlib import Path
 
-END_OF_TEXT, VOCABULARY, TOKENIZER_MAGIC = 50256, 50257, 20240328
-# GPT-2's order of the bytes, which are its first tokens. Its files show each byte as a visible
-# character: Latin-1's visible ones as themselves, the others from U+0100 on.
+END_OF_TEXT = 50256
+VOCABULARY_SIZE = 50257
+TOKENIZER_MAGIC = 20240328
+
+# GPT-2's first tokens are the 256 bytes, in this order. Its files show each byte as a visible
+# character: Latin-1's visible characters as themselves, the other bytes as U+0100 and up.
 VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 BYTES = VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]
 SHOWN = {
     byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE))
     for i, byte in enumerate(BYTES)
 }
-# GPT-2's, as tiktoken writes it.
+
+# The regular expression that splits a text into words, as tiktoken writes GPT-2's.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# Of GPT-2's vocab.bpe or merges.txt.
+
+# GPT-2's vocab.bpe, which other places call merges.txt.
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+RANKS_ADVICE = "give GPT-2's vocab.bpe or merges.txt with --ranks"
 DAMAGED = "damaged, get the file again"
 CACHE = Path(__file__).parent / "cache"
 
 
 class Fail(Exception):
-    """One line for the user: what, where, expected, found, what to do."""
+    """An error whose text is one line for the user: what is wrong, where, what was expected, what
+    was found, and what to do."""
 
 
 def tool_name():
@@ -41,14 +48,17 @@ def tool_name():
 
 class Output:
     """stdout or stderr of a tool whose files matter more than its messages. If a write fails,
-    because the reader has ended or the disk is full, `error` says so and the rest is dropped."""
+    because the reader has exited or the disk is full, `error` holds the reason, and everything that
+    follows is dropped."""
 
     def __init__(self, stream):
-        self.stream, self.error = stream, None
-        if stream is None:  # as Python has it if the tool was started without
+        self.stream = stream
+        self.error = None
+        if stream is None:  # the tool was started without this stream
             self.stream = open(os.devnull, "w")
             self.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
-        elif getattr(stream, "errors", "") == "strict":  # else "…" would be an error in ASCII
+        elif getattr(stream, "errors", "") == "strict":
+            # A character that the terminal's encoding lacks, such as "…" in ASCII, is no error.
             stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name):
@@ -68,7 +78,7 @@ class Output:
             getattr(self.stream, call)(*arguments)
         except OSError as error:
             self.error = error
-            # The stream still has what it could not write, and Python flushes it at the end.
+            # The stream still buffers what it could not write, and Python flushes it at exit.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
@@ -76,81 +86,83 @@ class Output:
 
 @contextlib.contextmanager
 def check_stdout():
-    """Decorates a tool's main(), which does all its work even if nobody can read what it prints.
-    The exit code is then 1, as ./train_gpt2cu's is."""
+    """Decorates a tool's main(): it does all its work even if stdout cannot be written. The exit
+    code is then 1, like that of ./train_gpt2cu."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = outputs = [Output(stream) for stream in before]
+    stdout, stderr = Output(sys.stdout), Output(sys.stderr)
+    sys.stdout, sys.stderr = stdout, stderr
     try:
         yield
     except SystemExit as end:
         if end.code:
             raise
     finally:
-        for output in outputs:
-            output.flush()
+        stdout.flush()
+        stderr.flush()
         sys.stdout, sys.stderr = before
-    if error := outputs[0].error:
+
+    if stdout.error:
         sys.exit(
-            f"{tool_name()}: stdout: a line could not be written: {error.strerror}; free some "
-            "space or send it elsewhere"
+            f"{tool_name()}: stdout could not be written: {stdout.error.strerror}; "
+            "free some space or redirect it"
         )
 
 
 def need(module):
+    """Imports a library, and says how to install it if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
         name = module.split(".")[0]
-        what = (
-            "-c scripts/requirements-more.txt pyarrow"
-            if name == "pyarrow"
-            else "-r scripts/requirements.txt"
-        )
+        what = "-r scripts/requirements.txt"
+        if name == "pyarrow":
+            what = "-c scripts/requirements-more.txt pyarrow"
         raise Fail(f"needs {name}: pip install {what}") from None
 
 
 def progress(**options):
-    return need("tqdm").tqdm(unit_scale=True, disable=None, **options)  # None: only on a terminal
+    """A progress bar; disable=None shows it only on a terminal."""
+    return need("tqdm").tqdm(unit_scale=True, disable=None, **options)
 
 
 @contextlib.contextmanager
 def reading(what, advice=DAMAGED):
-    """Whatever a reader or a library raises is one line about what it reads."""
+    """Turns whatever a reader or a library raises into one line about the file that it reads."""
     try:
         yield
     except Exception as error:
         if isinstance(error, Fail) or getattr(error, "filename", None):
             raise
-        raise Fail(
-            f"{what}: {advice}: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from None
+        reason = " ".join(str(error).split())  # on one line
+        raise Fail(f"{what}: {advice}: {type(error).__name__}: {reason}") from None
 
 
 def check_fetched(path):
-    """Fails if Git LFS has left its pointer, a few lines of text, in the place of the file."""
-    if not os.path.isfile(path):  # of a pipe nothing may be taken
+    """Fails if the file is only a Git LFS pointer: a few lines of text in place of the content."""
+    if not os.path.isfile(path):  # reading from a pipe would take bytes away from it
         return
     with open(path, "rb") as file:
-        head = file.read(1024)  # a pointer is shorter
-    if len(head) < 1024 and head.startswith(b"version https://git-lfs.github.com/spec/v1\n"):
+        head = file.read(1024)
+    is_short = len(head) < 1024  # as every pointer is
+    if is_short and head.startswith(b"version https://git-lfs.github.com/spec/v1\n"):
         raise Fail(f"{path}: a Git LFS pointer, not the file itself; get that with git lfs pull")
 
 
 def rename(part, path):
-    """Gives a file or folder that is on disk its final name. A crash after this cannot undo it."""
+    """Gives a file or folder that has been synced its final name, which survives a crash."""
     os.replace(part, path)
     parent = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(parent)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: the file system has nothing to sync
+        if error.errno != errno.EINVAL:  # EINVAL: this file system cannot sync a folder
             raise
     finally:
         os.close(parent)
 
 
 def write_file(path, chunks):
-    """The file is on disk before it has its name, so a file of this name is never a part."""
+    """Syncs the file to disk before it gets its name, so that a file of this name is complete."""
     with open(f"{path}.part", "wb") as file:
         file.writelines(chunks)
         file.flush()
@@ -160,20 +172,22 @@ def write_file(path, chunks):
 
 @contextlib.contextmanager
 def asking_hub(name):
-    """Gives huggingface_hub, whose errors are its own, its libraries' and the network's."""
-    with reading(name, "the Hugging Face hub does not give it; check HF_ENDPOINT and the network"):
+    """Yields huggingface_hub. It raises errors of many kinds, its libraries' among them."""
+    advice = "cannot get it from the Hugging Face hub; check HF_ENDPOINT and the network"
+    with reading(name, advice):
         yield need("huggingface_hub")
 
 
 def download(url, sha256):
-    """The path of what this address has. A file that is there is not asked for again."""
+    """Downloads a file into the cache, unless it is there already, and returns its path."""
     path = CACHE / "download" / Path(url).name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         advice = "cannot download; check the network, or give a local file"
         with reading(url, advice), urllib.request.urlopen(url, timeout=60) as response:
             write_file(path, [response.read()])
-    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
         raise Fail(
             f"{path}: wrong SHA-256: expected {sha256}, found {found}; delete it to get it again"
         )
@@ -184,43 +198,51 @@ def json_lines(path):
     """(offset, object) of each line that is not blank."""
     with open(path, "rb") as file:
         for line in file:
-            position = file.tell() - len(line)
+            if not line.strip():
+                continue
+            offset = file.tell() - len(line)
             try:
-                if line.strip():
-                    yield position, json.loads(line.decode())
+                found = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
                 raise Fail(
-                    f"{path}: no JSON in UTF-8 at offset {position}: {error}; "
-                    "give one object a line"
+                    f"{path}: not JSON in UTF-8 at offset {offset}: {error}; "
+                    "give one object per line"
                 ) from None
+            yield offset, found
 
 
 def load_ranks(args):
-    """{bytes of a token: its id}, from the file of merges that --ranks names, or else from
-    tiktoken, which downloads GPT-2's and caches them."""
-    path, advice = args.ranks, "give GPT-2's vocab.bpe or merges.txt with --ranks"
-    if not path:
-        with reading("GPT-2's ranks", f"cannot download; check the network, or {advice}"):
-            gpt2 = need("tiktoken").get_encoding("gpt2")
-            return {gpt2.decode_single_token_bytes(rank): rank for rank in range(END_OF_TEXT)}
+    """{bytes of a token: its id}, from the merges file that --ranks names, or else from tiktoken,
+    which downloads and caches GPT-2's."""
+    if args.ranks:
+        return read_merges(args.ranks, args.ranks_sha256)
+    with reading("GPT-2's ranks", f"cannot download; check the network, or {RANKS_ADVICE}"):
+        gpt2 = need("tiktoken").get_encoding("gpt2")
+        return {gpt2.decode_single_token_bytes(rank): rank for rank in range(END_OF_TEXT)}
+
+
+def read_merges(path, other_sha256):
+    """The ranks in GPT-2's merges file, or in another file with the SHA-256 `other_sha256`."""
     check_fetched(path)
     content = Path(path).read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 not in (MERGES_SHA256, args.ranks_sha256):
+    if sha256 not in (MERGES_SHA256, other_sha256):
         raise Fail(
-            f"{path}: wrong SHA-256: found {sha256}; {advice}, "
+            f"{path}: wrong SHA-256: found {sha256}; {RANKS_ADVICE}, "
             "or accept this file with --ranks-sha256"
         )
+
     byte_of = {character: byte for byte, character in SHOWN.items()}
-    with reading(path, f"damaged, {advice}"):
-        merges = content.decode().splitlines()[1:]  # behind a line with the version
-        tokens = [bytes([byte]) for byte in BYTES]
+    tokens = [bytes([byte]) for byte in BYTES]
+    with reading(path, f"damaged, {RANKS_ADVICE}"):
+        merges = content.decode().splitlines()[1:]  # after the line with the version
         tokens += [bytes(byte_of[c] for c in merge if c != " ") for merge in merges if merge]
+
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens) or len(tokens) > END_OF_TEXT or max(map(len, tokens)) > 255:
         raise Fail(
             f"{path}: expected at most {END_OF_TEXT} different tokens of at most 255 bytes; "
-            f"{advice}"
+            f"{RANKS_ADVICE}"
         )
     return ranks
 
@@ -260,24 +282,27 @@ def encodable(text, max_spaces=399_999):
 def write_tokenizer(path, ranks):
     """Writes llm.c's tokenizer file: 256 uint32 (magic, version 2, number of tokens, id of
     <|endoftext|>), then for each token a length byte and that many bytes."""
-    header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY, END_OF_TEXT, *[0] * 252)
-    pieces = [*ranks, *[b""] * (END_OF_TEXT - len(ranks)), b"<|endoftext|>"]
-    write_file(path, [header, *(bytes([len(piece)]) + piece for piece in pieces)])
+    header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY_SIZE, END_OF_TEXT, *[0] * 252)
+    missing = [b""] * (END_OF_TEXT - len(ranks))
+    tokens = [*ranks, *missing, b"<|endoftext|>"]
+    write_file(path, [header, *(bytes([len(token)]) + token for token in tokens)])
 
 
 def add_ranks_options(parser):
     parser.add_argument(
-        "--ranks", metavar="FILE", help="GPT-2's vocab.bpe or merges.txt (default: tiktoken's)"
+        "--ranks",
+        metavar="FILE",
+        help="GPT-2's vocab.bpe or merges.txt (default: what tiktoken downloads)",
     )
     parser.add_argument(
         "--ranks-sha256",
         metavar="HASH",
-        help="accept a file that is not GPT-2's, with this SHA-256",
+        help="accept a merges file with this SHA-256, which is not GPT-2's",
     )
 
 
 def run(main, args):
-    """Runs main(args); what goes wrong is one line on stderr and exit code 1."""
+    """Runs main(args). An error becomes one line on stderr and exit code 1."""
     try:
         return main(args)
     except Fail as error:
@@ -288,4 +313,4 @@ def run(main, args):
         message = f"interrupted; {args.output} is not written"
     sys.stdout.flush()
     print(f"{tool_name()}: {message}", file=sys.stderr, flush=True)
-    os._exit(1)  # sys.exit would wait for what threads have begun
+    os._exit(1)  # sys.exit would wait until the pool's threads have finished

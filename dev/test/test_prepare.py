@@ -487,7 +487,7 @@ def test_wrong_input():
         ("errors", "a", "no tokens left to train on"),
         ("errors", "", "no tokens left to train on"),
         ("a.jsonl", "[1]\n", "object at offset 0"),
-        ("a.jsonl", good.encode() + b'{"text": "\xff"}\n', "no JSON in UTF-8 at offset 17"),
+        ("a.jsonl", good.encode() + b'{"text": "\xff"}\n', "not JSON in UTF-8 at offset 17"),
         ("a.jsonl", good + '{"text": \n', "at offset 17"),
         ("a.jsonl", good + "[" * 100000, "at offset 17"),
         ("a.jsonl", good + '{"body": 1}\n', "object at offset 17"),
