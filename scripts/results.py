@@ -1,5 +1,5 @@
-"""What the scripts share: rows of dev/results (dev/common/bench.h writes such rows too), logs of
-runs, and the trainer."""
+"""Shared by the scripts: rows of dev/results (which dev/common/bench.h writes, too), starting the
+trainer, and the logs of its runs."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
 from prepare_common import Fail, check_fetched, check_stdout  # noqa: E402, F401 (for scripts)
 
-# Of a run's log.
+# The fields of a log's rows that the scripts read, by the row's kind.
 FIELDS = {
     "run": ["tokens_per_step"],
     "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s"],
@@ -31,24 +31,29 @@ FIELDS = {
 
 
 def fail(text):
+    """Ends the script with exit code 1 and a line on stderr."""
     sys.exit(f"{pathlib.Path(sys.argv[0]).name}: {text}")
 
 
 def arguments(doc, bench=None):
-    """A parser that shows the script's `doc`, with the options of a script that appends rows of
-    `bench`."""
+    """A parser whose --help shows the script's `doc`. If the script measures, its rows go to
+    `bench`.jsonl with --json, or to the file that --out names."""
+    run_name()  # the programs that the script starts inherit it
     arg = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if bench:
         arg.add_argument(
-            "--json", action="store_true", help=f"append rows to dev/results/<gpu>/{bench}.jsonl"
+            "--json",
+            action="store_true",
+            help=f"append the rows to dev/results/GPU/{bench}.jsonl",
         )
-        arg.add_argument("--out", help="append rows to this file")
+        arg.add_argument("--out", metavar="FILE", help="append the rows to this file")
     return arg
 
 
 def output_of(*command):
+    """What a program prints; empty if there is no such program."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -56,20 +61,22 @@ def output_of(*command):
 
 
 def largest(values):
-    """NaN if there is one, unlike max()."""
+    """The largest value, or NaN if any is NaN, which max() may overlook."""
     values = list(values)
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def json_rows(path):
-    """(number of the line, row) of a file with one JSON value a line. A last line that a crash has
-    cut, or that a run is still writing, is left out."""
+    """Yields (line number, row) of a file with one JSON value per line, without a last line that a
+    crash has cut off or that a run is still writing."""
     try:
         check_fetched(path)
     except Fail as e:
         fail(e)
-    lines = path.read_bytes().split(b"\n")  # str.splitlines() would cut at a sample's U+2028 too
-    for number, line in enumerate(lines[:-1], 1):  # behind the last newline there is no whole line
+    # str.splitlines() would also split at a U+2028 in a sample.
+    lines = path.read_bytes().split(b"\n")
+    del lines[-1]  # empty, or a line without its end
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as e:
@@ -83,7 +90,7 @@ def json_rows(path):
 
 @functools.cache
 def toolkit():
-    """The version of nvcc, "13.0"; empty without one."""
+    """The version of nvcc, such as "13.0"; empty if there is none."""
     release = re.search(r"release ([\d.]+)", output_of("nvcc", "--version"))
     return release[1] if release else ""
 
@@ -92,22 +99,25 @@ def utc_now():
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-os.environ.setdefault("RUN", utc_now())  # for the programs that a script starts, too
+def run_name():
+    """Marks all rows of one run. It is an environment variable, so that the programs that a script
+    starts write the same name."""
+    return os.environ.setdefault("RUN", utc_now())
 
 
 @functools.cache
 def tree():
-    """The commit of the sources that are here, and whether they differ from it."""
+    """The commit of these sources, and whether they differ from it."""
     commit, _, state = output_of(ROOT / "scripts" / "tree.sh").partition(" ")
     return {"commit": commit, "dirty": state != "clean"}
 
 
 def row(kind, gpu, cuda=None, **fields):
-    """A row that says where its figures come from. All rows of one run may be compared."""
+    """A row that says where its figures come from. Only rows of the same run may be compared."""
     return {
         "kind": kind,
         **tree(),
-        "run": os.environ["RUN"],
+        "run": run_name(),
         "date": utc_now(),
         "gpu": gpu,
         "driver": output_of(
@@ -123,7 +133,7 @@ def folder_of_gpu(gpu):
 
 
 def append(rows, bench, out=None):
-    """Appends to the file `out`, or to dev/results/<gpu>/<bench>.jsonl, and returns its path."""
+    """Appends to the file `out`, or else to dev/results/GPU/`bench`.jsonl, and returns its path."""
     path = pathlib.Path(out) if out else folder_of_gpu(rows[0]["gpu"]) / f"{bench}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as f:
@@ -136,11 +146,23 @@ def append(rows, bench, out=None):
 
 
 def folder_of(run):
+    """The folder of a run, which may be named by its log.jsonl."""
     return run if run.is_dir() else run.parent
 
 
+def check_row(row):
+    """Turns null, as the log writes a NaN, into NaN. Raises an error if a field is missing or has
+    the wrong type."""
+    for field in FIELDS.get(row["kind"], []):
+        if row[field] is None:
+            row[field] = math.nan
+        is_text = isinstance(row[field], str)
+        if is_text != (field == "text"):
+            raise TypeError(field)
+
+
 def read_log(run):
-    """The rows of a log by kind: {"run": […], "train": […], "val": […], …}; null becomes NaN."""
+    """The rows of a log by kind: {"run": […], "train": […], "val": […], …}."""
     path = run / "log.jsonl" if run.is_dir() else run
     try:
         found = list(json_rows(path))
@@ -149,11 +171,11 @@ def read_log(run):
     rows = {kind: [] for kind in FIELDS}
     for number, row in found:
         try:
-            for field in FIELDS.get(row["kind"], []):
-                row[field] = math.nan if row[field] is None else row[field]
-                assert isinstance(row[field], str) == (field == "text"), field
-        except (KeyError, TypeError, AssertionError) as e:
-            fail(f"{path}:{number}: not a row of ./train_gpt2cu's: {e!r} in {str(row)[:60]!r}")
+            check_row(row)
+        except (KeyError, TypeError) as e:
+            fail(
+                f"{path}:{number}: not a row that ./train_gpt2cu writes: {e!r} in {str(row)[:60]!r}"
+            )
         rows.setdefault(row["kind"], []).append(row)
     if not rows["train"] and not rows["val"]:
         fail(f"{path}: no steps yet")
@@ -161,8 +183,8 @@ def read_log(run):
 
 
 @contextlib.contextmanager
-def whole(path):
-    """Gives a temporary name next to `path`. The file is renamed to `path` if the block succeeds,
+def write_atomically(path):
+    """Yields a temporary path next to `path`. Its file is renamed to `path` if the block succeeds,
     and removed otherwise."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -179,9 +201,19 @@ def need_trainer():
         fail("there is no ./train_gpt2cu: make train_gpt2cu")
 
 
-def run_trainer(*options, **variables):
+def option_words(options):
+    """The words of a command line: -b 4 --no-shuffle for {"-b": 4, "--no-shuffle": None}."""
+    words = []
+    for name, value in options.items():
+        words.append(name)
+        if value is not None:
+            words.append(str(value))
+    return words
+
+
+def run_trainer(options, **variables):
     """What ./train_gpt2cu prints with these options and environment variables."""
-    command = ["./train_gpt2cu", *map(str, options)]
+    command = ["./train_gpt2cu", *option_words(options)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
     )
@@ -190,9 +222,9 @@ def run_trainer(*options, **variables):
     return done.stdout
 
 
-def run_aloud(*command):
-    """The exit code of a program whose lines this script passes on to its own stdout. The program
-    comes to its end even if nobody reads them."""
+def run_and_print(*command):
+    """Runs a program, passes its lines on to this script's stdout, and returns the exit code. The
+    program runs to its end even if nobody reads the lines."""
     command = [str(word) for word in command]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
@@ -202,7 +234,8 @@ def run_aloud(*command):
     return program.returncode
 
 
-def train(*options, **variables):
-    """What a run prints, and the rows of its log by kind."""
+def train(options):
+    """The rows of the log of a run with these options."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_trainer(*options, "-o", folder, **variables), read_log(pathlib.Path(folder))
+        run_trainer(options | {"-o": folder})
+        return read_log(pathlib.Path(folder))

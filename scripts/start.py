@@ -5,15 +5,14 @@
     python3 scripts/start.py --models d12,d48 --resume --json    # 1558M too, and from files
 
 Every model starts with random weights, once with as many threads as there are cores and once with
-OMP_NUM_THREADS=1, as torchrun sets it; each time the faster of two starts counts. With --resume it
-also starts once from a model file (-e) and once from a checkpoint (-y), which are written to
---folder. Before each of these, merely reading the files with cat is timed; by then the system has
-them in memory, because they have just been written.
+OMP_NUM_THREADS=1, which is what torchrun sets; each time the faster of two starts counts. With
+--resume it also starts once from a model file (-e) and once from a checkpoint (-y), both of which
+are first written to --folder. Before each of these starts we time how long cat takes to read the
+same files; by then the system has them in memory, because they have just been written.
 """
 
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -21,12 +20,12 @@ import time
 
 import results
 
-# Sequences per micro-batch: the small model's default, and what fills the card with a large one.
+# Sequences per micro-batch: the default for the small model, and what fills a GPU for a large one.
 BATCH = {"d12": 8, "d24": 32, "d36": 16, "d48": 16}
 
 
 def seconds_to_first_step(options, **variables):
-    command = ["./train_gpt2cu", *map(str, options)]
+    command = ["./train_gpt2cu", *results.option_words(options)]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     start = time.monotonic()
     with subprocess.Popen(
@@ -51,65 +50,77 @@ def seconds_to_read(*paths):
     return time.monotonic() - start
 
 
+def row(gpu, model, what, seconds, read_seconds=0.0):
+    """Prints and returns what was measured of one start."""
+    print(
+        f"{model:5} {what:24} {seconds:7.2f} s to the end of step 1, "
+        f"{read_seconds:6.2f} s only reading",
+        flush=True,
+    )
+    figures = {"what": what, "seconds": seconds, "read_seconds": read_seconds}
+    return results.row("start", gpu, model=model, B=BATCH[model], **figures)
+
+
+def random_rows(gpu, model, options):
+    """The rows of starts with random weights."""
+    rows = []
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    for what, variables in ("random", {}), ("random, one thread", one_thread):
+        seconds = min(seconds_to_first_step(options, **variables) for _ in range(2))
+        rows.append(row(gpu, model, what, seconds))
+    return rows
+
+
+def resumed_rows(gpu, model, options, folder):
+    """The rows of starts from files, which a run of one step writes into the folder."""
+    results.run_trainer(options | {"-x": 1, "-o": folder})
+    model_file = pathlib.Path(folder, "model_00000001.bin")
+    state_file = pathlib.Path(folder, "state_00000001.bin")
+
+    read_seconds = seconds_to_read(model_file)
+    seconds = seconds_to_first_step(options | {"-e": model_file})
+    from_model = row(gpu, model, "model file", seconds, read_seconds)
+
+    read_seconds = seconds_to_read(model_file, state_file)
+    seconds = seconds_to_first_step(options | {"-x": 9, "-o": folder, "-y": None})
+    return [from_model, row(gpu, model, "resumed", seconds, read_seconds)]
+
+
 @results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "start")
     arg.add_argument(
-        "--models", default="d12", help="a list of d12, d24, d36, d48 (default: %(default)s)"
+        "--models",
+        default="d12",
+        help=f"comma-separated, of {', '.join(BATCH)} (default: %(default)s)",
     )
     arg.add_argument(
-        "--resume", action="store_true", help="also from files, which are written first"
+        "--resume",
+        action="store_true",
+        help="also start from a model file and from a checkpoint",
     )
-    arg.add_argument("--folder", help="where these files go (default: a temporary folder)")
+    arg.add_argument(
+        "--folder", help="where --resume writes its files (default: a temporary folder)"
+    )
     a = arg.parse_args()
     results.need_trainer()
-    unknown = set(a.models.split(",")) - set(BATCH)
+    models = a.models.split(",")
+    unknown = sorted(set(models) - set(BATCH))
     if unknown:
-        arg.error(f"--models: {', '.join(sorted(unknown))}: expected some of {', '.join(BATCH)}")
+        arg.error(f"--models: {', '.join(unknown)}: expected some of {', '.join(BATCH)}")
     gpu = results.output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0")
     if not gpu:
         results.fail("no GPU here")
-
-    rows = []
-
-    def record(model, what, seconds, read_seconds=0.0):
-        print(
-            f"{model:5} {what:24} {seconds:7.2f} s to the end of step 1, "
-            f"{read_seconds:6.2f} s only reading",
-            flush=True,
-        )
-        rows.append(
-            results.row(
-                "start",
-                gpu,
-                model=model,
-                B=BATCH[model],
-                what=what,
-                seconds=seconds,
-                read_seconds=read_seconds,
-            )
-        )
-
     if a.folder:
         os.makedirs(a.folder, exist_ok=True)
-    for model in a.models.split(","):
-        common = ["-b", BATCH[model], "-t", 1024, "-r", 1, "-v", 0, "-s", 0]
-        new = [*common, "-e", model]
-        for what, variables in (("random", {}), ("random, one thread", {"OMP_NUM_THREADS": "1"})):
-            record(model, what, min(seconds_to_first_step(new, **variables) for _ in range(2)))
-        if not a.resume:
-            continue
-        folder = pathlib.Path(tempfile.mkdtemp(dir=a.folder))
-        try:
-            results.run_trainer(*new, "-x", 1, "-o", folder)
-            files = [folder / "model_00000001.bin", folder / "state_00000001.bin"]
-            read = seconds_to_read(files[0])
-            record(model, "model file", seconds_to_first_step([*common, "-e", files[0]]), read)
-            read = seconds_to_read(*files)
-            resumed = [*new, "-x", 9, "-o", folder, "-y"]
-            record(model, "resumed", seconds_to_first_step(resumed), read)
-        finally:
-            shutil.rmtree(folder)
+
+    rows = []
+    for model in models:
+        options = {"-e": model, "-b": BATCH[model], "-t": 1024, "-r": 1, "-v": 0, "-s": 0}
+        rows += random_rows(gpu, model, options)
+        if a.resume:
+            with tempfile.TemporaryDirectory(dir=a.folder) as folder:
+                rows += resumed_rows(gpu, model, options, folder)
     if a.json or a.out:
         results.append(rows, "start", a.out)
 

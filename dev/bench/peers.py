@@ -58,7 +58,7 @@ def torch_with_gpu(script):
     sys.exit()
 
 
-def rows_of(program, *options, run=results.run_aloud):
+def rows_of(program, *options, run=results.run_and_print):
     """What `run` says of a benchmark with these options, and the rows that it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "rows.jsonl")

@@ -35,7 +35,7 @@ from harness import (
 
 SCRIPTS = ROOT / "scripts"
 sys.path += [str(SCRIPTS), str(ROOT / "dev" / "bench"), str(ROOT / "dev" / "common")]
-import results  # noqa: E402  it sets RUN
+import results  # noqa: E402
 
 
 def jsonl(rows, **how):
@@ -375,34 +375,37 @@ def test_rows_name_no_other_sources(tmp):
 
 def test_losses_beside_pytorch():
     """What scripts/compare_torch.py makes of the losses. PyTorch's side needs PyTorch."""
-    from compare_torch import judge, trainer_options
+    import compare_torch
 
-    a = SimpleNamespace(
-        B=3,
-        T=128,
-        steps=2,
-        lr=2e-4,
-        weight_decay=0.75,
-        max_norm=0.5,
-        precision="bf16",
-        attention="naive",
-        tol=1e-4,
-    )
-    torch, near = [(4, 0.6), (3, 0.4)], [(4, 0.6), (3.01, 0.4)]  # losses and norms
-    for bf16, fp32, right in (
-        (2.981, 3.00009, True),
-        (2.979, 2.99989, False),
-        (math.nan, math.nan, False),
+    fp32 = SimpleNamespace(precision="fp32", max_norm=0.5, tol=1e-4)
+    bf16 = SimpleNamespace(precision="bf16", max_norm=0.5)
+    # Losses and norms of two steps.
+    reference = [(4, 0.6), (3, 0.4)]
+    other = [(4, 0.6), (3.01, 0.4)]
+    for a, loss, fine in (
+        (bf16, 2.981, True),
+        (bf16, 2.979, False),
+        (bf16, math.nan, False),
+        (fp32, 3.00009, True),
+        (fp32, 2.99989, False),
+        (fp32, math.nan, False),
     ):
-        for a.precision, loss in ("bf16", bf16), ("fp32", fp32):
-            found, fine = judge(a, [(4, 0.6), (loss, 0.4)], torch, near)
-            assert fine == right and found["clipped"] == 1, (a.precision, loss)
-            allowed = 1e-4 if a.precision == "fp32" else 0.02  # twice 3.01 - 3
-            figures = [found[name] for name in ("difference", "allowed", "torch_itself")]
-            for figure, expected in zip(figures, (abs(loss - 3), allowed, 0.01), strict=True):
-                assert math.isnan(expected) or abs(figure - expected) < 1e-9, found
-    assert not judge(a, [(4, 0.4), (3, 0.4)], torch, near)[1]  # never clipped
-    assert trainer_options(a, "model", "shard")[-1] == "--no-tf32"
+        found, ok = compare_torch.judge(a, [(4, 0.6), (loss, 0.4)], reference, other)
+        assert ok == fine and found["clipped"] == 1, (a.precision, loss)
+        allowed = {"fp32": 1e-4, "bf16": 2 * (3.01 - 3)}[a.precision]
+        assert math.isclose(found["allowed"], allowed), found
+        assert math.isclose(found["torch_itself"], 3.01 - 3), found
+        assert math.isnan(loss) or math.isclose(found["difference"], abs(loss - 3)), found
+    never_clipped = [(4, 0.4), (3, 0.4)]
+    assert not compare_torch.judge(fp32, never_clipped, reference, other)[1]
+
+    every = SimpleNamespace(
+        B=3, T=128, steps=2, lr=2e-4, weight_decay=0.75, max_norm=0.5, attention="naive"
+    )
+    for precision, strict in ("fp32", True), ("bf16", False):
+        every.precision = precision
+        options = compare_torch.trainer_options(every, "model", "shard")
+        assert ("--no-tf32" in options) == strict, options
 
 
 def test_peers_of_training():
@@ -438,82 +441,60 @@ def test_figures_of_llmc(tmp):
 
 
 def test_ranks_are_compared_and_timed(tmp):
-    """scripts/scaling.py with faked runs: nothing is timed if losses differ, and rates are those of
-    the later steps."""
-    for loss, code in (2.0021, 1), (math.nan, 1), (2.0019, 0):
+    """scripts/scaling.py with faked runs: nothing is timed if losses differ, and only the later
+    steps count."""
 
-        def trained(*options, loss=loss, **_):
-            n = options[options.index("--gpus") + 1]
-            text = (
-                "memory  2048.0 MiB\n"
-                + 10 * "step 1/9 | 1 tok/s\n"
-                + 2 * f"step 11/9 | {900 * n} tok/s\n"
-            )
-            return text, {
-                "run": [{"device": "GPU A"}],
-                "train": [{"loss_nats": loss if n == 2 else 2}],
-            }
+    def run_trainer(options):
+        rate = 900 * options["--gpus"]
+        steps = 10 * "step 1/9 | 1 tok/s\n" + 2 * f"step 11/9 | {rate} tok/s\n"
+        return "memory  2048.0 MiB\n" + steps
+
+    for loss, code, timed in (2.0021, 1, 0), (math.nan, 1, 0), (2.0019, 0, 3):
+
+        def train(options, loss=loss):
+            losses = {1: 2, 2: loss}  # by the number of GPUs
+            train_row = {"loss_nats": losses[options["--gpus"]]}
+            return {"run": [{"device": "GPU A"}], "train": [train_row]}
 
         out = tmp / f"{loss}.jsonl"
-        with mock.patch.multiple(
-            results,
-            need_trainer=lambda: None,
-            train=trained,
-            run_trainer=lambda *options: trained(*options)[0],
-        ):
-            done = ended(
-                "scaling",
-                "--gpus",
-                "1,2",
-                "--device",
-                "cpu",
-                "--batch",
-                3,
-                "--tokens",
-                16,
-                "--out",
-                out,
-            )
-        assert done[0] == code and [r["what"] for r in rows_of(out)].count("speed") == (
-            0 if code else 3
-        ), done
-    last = rows_of(out)[-1]
-    assert (last["gpu"], last["gpus"], round(last["tok_s"]), last["of_linear"]) == (
-        "GPU A",
-        2,
-        1800,
-        1,
-    ), last
+        options = {"--gpus": "1,2", "--device": "cpu", "--batch": 3, "--tokens": 16, "--out": out}
+        faked = {"need_trainer": lambda: None, "train": train, "run_trainer": run_trainer}
+        with mock.patch.multiple(results, **faked):
+            done = ended("scaling", *results.option_words(options))
+        speeds = [row for row in rows_of(out) if row["what"] == "speed"]
+        assert done[0] == code and len(speeds) == timed, done
+    last = speeds[-1]
+    assert last["gpu"] == "GPU A" and last["gpus"] == 2, last
+    assert round(last["tok_s"]) == 1800 and last["of_linear"] == 1, last
 
 
 def test_figures_of_scaling(tmp):
-    """By hand, from the tokens per second that pretended runs print; a GPU has 48 tokens a step."""
-    usual = {(1, 0): 1000, (2, 0): 1600, (2, 1): 1500, (4, 0): 2000, (4, 1): 3000}  # GPUs, --zero
+    """Compared with figures computed by hand, from the tokens per second that faked runs print. A
+    GPU has 48 tokens per step."""
+    together = {(1, 0): 1000, (2, 0): 1600, (2, 1): 1500, (4, 0): 2000, (4, 1): 3000}
     alone = {"3": 800, "5": 600, "7": 480, "9": 960}  # by the number of the GPU
 
-    def trained(*options, **settings):
-        n, zero = (options[options.index(name) + 1] for name in ("--gpus", "--zero"))
-        rate = alone.get(settings.get("CUDA_VISIBLE_DEVICES"), usual[n, zero])
+    def run_trainer(options, CUDA_VISIBLE_DEVICES=None):
+        gpus, zero = options["--gpus"], options["--zero"]
+        rate = alone.get(CUDA_VISIBLE_DEVICES, together[gpus, zero])
         rates = [1] * 10 + [rate / 4, rate, 9 * rate]
         steps = "".join(f"step 1/13 | {rate} tok/s\n" for rate in rates)
-        return f"memory  {1536 * n} MiB\n{steps}"
+        return f"memory  {1536 * gpus} MiB\n{steps}"
 
-    def losses(*options):
-        return "", {"run": [{"device": "GPU A"}], "train": [{"loss_nats": 2}]}
+    def train(options):
+        return {"run": [{"device": "GPU A"}], "train": [{"loss_nats": 2}]}
 
-    pretended = {"need_trainer": lambda: None, "train": losses, "run_trainer": trained}
-    options = ["--gpus", "1,2,4", "--batch", 3, "--tokens", 16, "--out", tmp / "rows.jsonl"]
+    out = tmp / "rows.jsonl"
+    options = {"--gpus": "1,2,4", "--batch": 3, "--tokens": 16, "--out": out}
+    faked = {"need_trainer": lambda: None, "train": train, "run_trainer": run_trainer}
     with (
-        mock.patch.multiple(results, **pretended),
+        mock.patch.multiple(results, **faked),
         mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="3,5,7,9"),
     ):
-        text = succeeds("scaling", *options)
+        text = succeeds("scaling", *results.option_words(options))
     columns = "gpus", "zero", "ms", "ms_side_by_side", "tok_s", "of_linear", "gib"
-    found = [
-        [round(row[name], 9) for name in columns]
-        for row in rows_of(options[-1])
-        if row["what"] == "speed"
-    ]
+    speeds = [row for row in rows_of(out) if row["what"] == "speed"]
+    found = [[round(row[name], 9) for name in columns] for row in speeds]
     assert found == [
         [1, 0, 48, 48, 1000, 1, 1.5],
         [2, 0, 60, 80, 1600, 0.8, 3],
