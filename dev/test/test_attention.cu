@@ -1247,7 +1247,7 @@ struct Refusals {
         both(kAccepted, [](auto& c) {
             c.s.B = c.s.Tq = c.s.Tk = 1;
             for (auto* x : {&c.q, &c.k, &c.v})
-                x->batch = x->token = 0;
+                x->batch_stride = x->token_stride = 0;
             c.out.batch_stride = c.out.token_stride = 0;
         });
     }
