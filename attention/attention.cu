@@ -63,7 +63,7 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
             format("--attention %s computes in %s: use --precision %s, or --attention flash",
                    name.c_str(), name_of(dtype_of<Other>()), name_of(dtype_of<Other>())));
     }
-    if (!kernel->takes.any_head_size && HS != 64 && HS != 128)
+    if (!kernel->supports.any_head_size && HS != 64 && HS != 128)
         throw Error(
             format("attention: %s needs a head size of 64 or 128, found %d; "
                    "choose NH = C/64 or C/128, or use "
@@ -89,7 +89,7 @@ void check_attention(const Cuda& dev, Attention kind, int HS, bool training,
             format("--attention %s has no backward, so it can only generate and evaluate: train "
                    "with --attention flash",
                    kernel.name));
-    if (context_parallel && !kernel.takes.pieces)
+    if (context_parallel && !kernel.supports.pieces)
         throw UsageError(
             format("--context-parallel needs --attention flash: %s takes whole sequences only",
                    kernel.name));

@@ -1,7 +1,8 @@
 // The attention contract. call.h says what a call is, this header which kernels there are.
 //
 // X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to
-// run. Flash kernels allocate nothing of size T². A call that a kernel does not take throws Error.
+// run. Flash kernels allocate nothing of size T². A call that a kernel does not support throws
+// Error.
 #pragma once
 #include "attention/call.h"
 #include "cuda/cuda.h"
@@ -41,7 +42,7 @@ struct AttentionKernel {
     // compute capability ×10. Runs there and on later ones, but 90 means wgmma, which only 9.0 has
     int min_sm;
     bool flash;  // no T×T buffer
-    AttentionTakes takes = {};
+    AttentionSupport supports = {};
 
     // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and backward's
     // scratch. What is enough without a mask is enough with one, and with fewer queries or keys.
@@ -55,22 +56,23 @@ struct AttentionKernel {
         // trainer refuses to train with it.
         void (*backward)(const Cuda&, const AttentionBackward<X>&) = nullptr;
 
-        // The same with results in fp32, for sequences in pieces. A kernel has both if it takes
+        // The same with results in fp32, for sequences in pieces. A kernel has both if it supports
         // pieces, and else neither.
         void (*forward_fp32)(const Cuda&, const AttentionForward<X, float>&) = nullptr;
         void (*backward_fp32)(const Cuda&, const AttentionBackward<X, float>&) = nullptr;
     } unchecked;
 
-    bool runs_on(const Cuda& dev) const { return min_sm == 90 ? dev.sm90a : dev.sm >= min_sm; }
+    bool needs_wgmma() const { return min_sm == 90; }
+    bool runs_on(const Cuda& dev) const { return needs_wgmma() ? dev.sm90a : dev.sm >= min_sm; }
     bool has_backward() const { return unchecked.backward != nullptr; }
     AttentionLimits limits() const {
         return {.name = name,
                 .alignment = 16,
-                .takes = takes,
+                .supports = supports,
                 .saved_bytes = saved_bytes,
                 .scratch_bytes = scratch_bytes};
     }
-    // These throw Error unless the kernel takes the call (check_call).
+    // These throw Error unless the kernel supports the call (check_call).
     void forward(const Cuda& dev, const AttentionForward<X>& c) const {
         run(unchecked.forward, "forward", dev, c);
     }

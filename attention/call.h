@@ -161,8 +161,8 @@ inline size_t no_bytes(const AttentionShape&) {
     return 0;
 }
 
-// What not every implementation takes. check_shape() refuses what is false.
-struct AttentionTakes {
+// What not every implementation supports. check_shape() refuses what is false.
+struct AttentionSupport {
     bool any_head_size = false;  // not 64 and 128 alone
     bool pieces = false;         // backward of some queries or keys, not of whole sequences alone
     bool lse_rest = false;       // forward writes it, and backward reads it
@@ -172,7 +172,7 @@ struct AttentionTakes {
 struct AttentionLimits {
     const char* name;  // every Error begins with it
     size_t alignment;  // of the rows of a head, in bytes
-    AttentionTakes takes = {};
+    AttentionSupport supports = {};
     size_t (*saved_bytes)(const AttentionShape&) = no_bytes;    // of att
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;  // of scratch
 };
@@ -195,18 +195,18 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
     if (!(s.resolved_scale() > 0.f))
         throw Error(format("%s: scale %g, expected > 0", name, s.resolved_scale()));
 
-    if (!limits.takes.any_head_size && s.HS != 64 && s.HS != 128)
+    if (!limits.supports.any_head_size && s.HS != 64 && s.HS != 128)
         throw Error(
             format("%s: head size %d, expected 64 or 128: use --attention naive", name, s.HS));
     if (s.HS < 1 || s.HS * call.element % limits.alignment)
         throw Error(format("%s: head size %d, expected a multiple of %zu", name, s.HS,
                            limits.alignment / call.element));
 
-    if (call.backward && !limits.takes.pieces && s.Tq != s.Tk)
+    if (call.backward && !limits.supports.pieces && s.Tq != s.Tk)
         throw Error(
             format("%s: backward takes whole sequences only (Tq %d, Tk %d): use --attention flash",
                    name, s.Tq, s.Tk));
-    if (call.lse_rest && !limits.takes.lse_rest)
+    if (call.lse_rest && !limits.supports.lse_rest)
         throw Error(format(
             "%s: lse_rest is given, but only fp32 kernels that work on pieces of a sequence have "
             "one: pass null, or use --attention flash in fp32",
@@ -261,9 +261,9 @@ inline CallMemory if_given(CallMemory m) {
 // In attention.cu. Rows of no bytes are not part of the call.
 void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemory> memory);
 
-// Throws Error unless the call is as this file says and the implementation takes it. An output may
-// share no byte with an input or another output. Their rows may take turns, though, as those of dq,
-// dk and dv do in one packed tensor.
+// Throws Error unless the call is as this file says and the implementation supports it. An output
+// may share no byte with an input or another output. Their rows may take turns, though, as those of
+// dq, dk and dv do in one packed tensor.
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) {
     const AttentionShape& s = c.s;

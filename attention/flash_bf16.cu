@@ -110,8 +110,8 @@ struct Softmax {
     // some row of the warp outgrew it by more than 2^8, which hardly ever happens after the first
     // tile.
     template <int N, int D>
-    __device__ __forceinline__ void raise_m(float scale_log2, const float (&s)[M][N][4],
-                                            float (&o)[M][D][4]) {
+    __device__ __forceinline__ void raise_max(float scale_log2, const float (&s)[M][N][4],
+                                              float (&o)[M][D][4]) {
         float m_new[M][2];
         bool outgrown = false;
         for (int i = 0; i < M; i++)
@@ -178,15 +178,15 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     const uint32_t k_smem = q_smem + Br * HS * 2;
     const uint32_t v_smem = k_smem + 2 * TileBytes;
 
-    const WorkTile w = work_of(p, true);
+    const WorkTile w = work_tile(p, TileOrder::last_to_first);
     const int q0 = w.tile * Br;
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row;
     const int last_q = first_q + 16 * M - 1;  // the warp's
-    const bf16* q = head_of(p.q, w, HS);
-    const bf16* k = head_of(p.k, w, HS);
-    const bf16* v = head_of(p.v, w, HS);
+    const bf16* q = w.head<HS>(p.q);
+    const bf16* k = w.head<HS>(p.k);
+    const bf16* v = w.head<HS>(p.v);
     // the last query sees keys before this
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     const int k_tiles = (k_end + Bc - 1) / Bc;
@@ -217,7 +217,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
         const uint32_t k_tile = k_smem + (j & 1) * TileBytes, v_tile = v_smem + (j & 1) * TileBytes;
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++)
-            mma_abt<HS>(s, q_rows.at(q_smem + warp_row * HS * 2, kk), k_tile, kk * 16);
+            multiply_abt<HS>(s, q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk), k_tile,
+                             kk * 16);
         if constexpr (decltype(masked)::value) {
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
@@ -228,14 +229,14 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
                             s[i][n][e] = -INFINITY;
                 }
         }
-        softmax.raise_m(p.scale_log2, s, o);
+        softmax.raise_max(p.scale_log2, s, o);
         // [quote]
         // a k-step's MMAs of P·V run beside the next one's exponentials
         for (int kk = 0; kk < Bc / 16; kk++) {
             softmax.exponentials(p.scale_log2, s, kk);
             uint32_t a[M][4];
-            to_a(a, s, kk);
-            mma_ab<HS>(o, a, v_tile, 16 * kk);
+            pack_a(a, s, kk);
+            add_ab<HS>(o, a, v_tile, 16 * kk);
         }
         // [end]
     };
@@ -258,7 +259,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 
     float lse[M][2];
     softmax.finish(p.scale_log2, o, lse);
-    store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token_stride,
+    store_rows<HS>(o, smem, warp_row, w.head<HS>(args.out) + q0 * args.out.token_stride,
                    args.out.token_stride, p.Tq - q0);
     // after out: with lse first the compiler makes the loop above 2 % slower
     for (int i = 0; i < M; i++)
@@ -296,7 +297,7 @@ __device__ __forceinline__ void make_lse_D(const Args& args, const WorkTile& w, 
     const int row = warp_row + lane % (16 * M);
     const int t = q0 + row;
     const float lse = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head_stride + t] * kLog2e : INFINITY;
-    const bf16* out = head_of(args.out, w, HS);
+    const bf16* out = w.head<HS>(args.out);
     uint4 x[N];
     uint4 y[N];  // all loads come before the first sum, so that their latency is paid once
     for (int i = 0; i < N; i++) {
@@ -339,23 +340,23 @@ __global__ __launch_bounds__(kThreads,
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
-        w = work_of(p, true);
+        w = work_tile(p, TileOrder::last_to_first);
     __syncthreads();
     const int q0 = w.tile * Br;
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row;
     const int last_q = first_q + 16 * M - 1;  // the warp's
-    const bf16* dout = head_of(args.dout, w, HS);
+    const bf16* dout = w.head<HS>(args.dout);
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS),
-                                    p.k.token_stride, j * Bc, p.Tk);
-        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS),
-                                    p.v.token_stride, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, w.head<HS>(p.k), p.k.token_stride,
+                                    j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, w.head<HS>(p.v), p.v.token_stride,
+                                    j * Bc, p.Tk);
     };
-    load_tile<HS, Br, kThreads>(q_smem, head_of(p.q, w, HS), p.q.token_stride, q0, p.Tq);
+    load_tile<HS, Br, kThreads>(q_smem, w.head<HS>(p.q), p.q.token_stride, q0, p.Tq);
     load_tile<HS, Br, kThreads>(do_smem, dout, args.dout.token_stride, q0, p.Tq);
     cp_async_commit();
     load_kv(0);
@@ -395,10 +396,10 @@ __global__ __launch_bounds__(kThreads,
                     dp[i][n][e] = -D[i][e / 2];
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
-            const auto& q = q_rows.at(q_smem + warp_row * HS * 2, kk);
-            const auto& dout = do_rows.at(do_smem + warp_row * HS * 2, kk);
-            mma_abt<HS>(s, q, k_tile, kk * 16);
-            mma_abt<HS>(dp, dout, v_tile, kk * 16);
+            const auto& q = q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk);
+            const auto& dout = do_rows.kept_or_loaded(do_smem + warp_row * HS * 2, kk);
+            multiply_abt<HS>(s, q, k_tile, kk * 16);
+            multiply_abt<HS>(dp, dout, v_tile, kk * 16);
         }
         for (int i = 0; i < M; i++)
             for (int e = 0; e < 4; e++) {
@@ -409,7 +410,7 @@ __global__ __launch_bounds__(kThreads,
                     s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
                 }
             }
-        add_product<HS>(dq, s, k_tile);
+        add_ab<HS>(dq, s, k_tile);
     };
 
     for (int j = 0; j < k_tiles; j++) {
@@ -432,7 +433,7 @@ __global__ __launch_bounds__(kThreads,
     }
 
     scale(dq, p.scale);
-    store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token_stride,
+    store_rows<HS>(dq, smem, warp_row, w.head<HS>(args.dq) + q0 * args.dq.token_stride,
                    args.dq.token_stride, p.Tq - q0);
 #endif
 }
@@ -458,7 +459,7 @@ __global__ __launch_bounds__(kThreads,
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
-        w = work_of(p, false);
+        w = work_tile(p, TileOrder::first_to_last);
     __syncthreads();
     const int k0 = w.tile * Bc;
     const int warp_row = threadIdx.x / 32 * 16 * M;
@@ -474,17 +475,17 @@ __global__ __launch_bounds__(kThreads,
     auto load_q = [&](int j) {
         const int stage = j & 1;
         const int row = j * Br + threadIdx.x;
-        load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, head_of(p.q, w, HS),
-                                    p.q.token_stride, j * Br, p.Tq);
-        load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS),
+        load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, w.head<HS>(p.q), p.q.token_stride,
+                                    j * Br, p.Tq);
+        load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, w.head<HS>(args.dout),
                                     args.dout.token_stride, j * Br, p.Tq);
         if (threadIdx.x < Br)
             cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8,
                        args.lse_D + static_cast<size_t>(w.bh) * p.Tq + row, row < p.Tq);
         cp_async_commit();
     };
-    load_tile<HS, Bc, kThreads>(k_smem, head_of(p.k, w, HS), p.k.token_stride, k0, p.Tk);
-    load_tile<HS, Bc, kThreads>(v_smem, head_of(p.v, w, HS), p.v.token_stride, k0, p.Tk);
+    load_tile<HS, Bc, kThreads>(k_smem, w.head<HS>(p.k), p.k.token_stride, k0, p.Tk);
+    load_tile<HS, Bc, kThreads>(v_smem, w.head<HS>(p.v), p.v.token_stride, k0, p.Tk);
     load_q(first_tile);
 
     float dk[M][HS / 8][4] = {};
@@ -499,7 +500,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
             load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
-            mma_abt<HS>(s, a, q_tile, kk * 16);
+            multiply_abt<HS>(s, a, q_tile, kk * 16);
         }
         // Of this lane's columns e = 0 and 1 of subtile column n.
         auto columns = [&](int n) { return lse_D[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
@@ -509,27 +510,28 @@ __global__ __launch_bounds__(kThreads,
                 for (int e = 0; e < 4; e++) {
                     const int key = first_k + 16 * i + e / 2 * 8 + lane / 4;
                     const int query = j * Br + sub + 8 * n + lane % 4 * 2 + e % 2;
-                    const float P = exp2_approx(s[i][n][e] * p.scale_log2 - c.of[e % 2].lse_log2);
+                    const float P =
+                        exp2_approx(s[i][n][e] * p.scale_log2 - c.columns[e % 2].lse_log2);
                     s[i][n][e] = Masked && query + p.shift < key ? 0.f : P;
                 }
         }
-        add_product<HS>(dv, s, do_tile);
+        add_ab<HS>(dv, s, do_tile);
         for (int n = 0; n < kSub / 8; n++) {
             const LseDPair c = columns(n);
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++)
-                    dp[i][n][e] = -c.of[e % 2].D;  // the product adds to it (dP − D)
+                    dp[i][n][e] = -c.columns[e % 2].D;  // the product adds to it (dP − D)
         }
 #pragma unroll 2  // with 4 the compiler would fetch so far ahead that it spills
         for (int kk = 0; kk < HS / 16; kk++) {
             load_a<HS>(a, v_smem + warp_row * HS * 2, kk * 16);
-            mma_abt<HS>(dp, a, do_tile, kk * 16);
+            multiply_abt<HS>(dp, a, do_tile, kk * 16);
         }
         for (int i = 0; i < M; i++)
             for (int n = 0; n < kSub / 8; n++)
                 for (int e = 0; e < 4; e++)
                     s[i][n][e] *= dp[i][n][e];  // dS
-        add_product<HS>(dk, s, q_tile);
+        add_ab<HS>(dk, s, q_tile);
     };
 
     for (int j = first_tile; j < q_tiles; j++) {
@@ -550,10 +552,10 @@ __global__ __launch_bounds__(kThreads,
         }
     }
     scale(dk, p.scale);
-    store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token_stride,
+    store_rows<HS>(dk, smem, warp_row, w.head<HS>(args.dk) + k0 * args.dk.token_stride,
                    args.dk.token_stride, p.Tk - k0);
-    store_tile<HS>(dv, smem + Bc * HS * 2, warp_row,
-                   head_of(args.dv, w, HS) + k0 * args.dv.token_stride, args.dv.token_stride,
+    store_rows<HS>(dv, smem + Bc * HS * 2, warp_row,
+                   w.head<HS>(args.dv) + k0 * args.dv.token_stride, args.dv.token_stride,
                    p.Tk - k0);
 #endif
 }
@@ -572,7 +574,7 @@ void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
                {.name = kName,
                 .HS = HS,
                 .tiles = ceil_div(c.s.Tq, Tiles::Br),
-                .streamed = c.s.Tk,
+                .streamed_rows = c.s.Tk,
                 .threads = kThreads,
                 .smem = Tiles::Smem},
                forward_kernel<HS, Y>, args);
@@ -595,7 +597,7 @@ void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                {.name = kName,
                 .HS = HS,
                 .tiles = ceil_div(c.s.Tq, Dq::Br),
-                .streamed = c.s.Tk,
+                .streamed_rows = c.s.Tk,
                 .threads = kThreads,
                 .smem = Dq::Smem},
                dq_kernel<HS, Y>, args);
@@ -603,7 +605,7 @@ void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                {.name = kName,
                 .HS = HS,
                 .tiles = ceil_div(c.s.Tk, Dkdv::Bc),
-                .streamed = c.s.Tq,
+                .streamed_rows = c.s.Tq,
                 .threads = kThreads,
                 .smem = Dkdv::Smem},
                dkdv_kernel<HS, Y>, args);
@@ -619,7 +621,7 @@ const AttentionKernel<bf16> flash_bf16 = {
     .name = kName,
     .min_sm = 80,
     .flash = true,
-    .takes = {.pieces = true},
+    .supports = {.pieces = true},
     .scratch_bytes = scratch_bytes,
     .unchecked = {.forward = forward<bf16>,
                   .backward = backward<bf16>,

@@ -294,8 +294,8 @@ struct Consumer {
     template <int Keys, class Beside>
     __device__ __forceinline__ void multiply_pv(int stage, Beside beside) {
         const uint64_t v_descriptor = wgmma_descriptor(shared.v(stage), Bc * 128);
-        wgmma_hold(p_regs);
-        wgmma_hold(o);
+        wgmma_fence_operand(p_regs);
+        wgmma_fence_operand(o);
         for (int kk = 0; kk < Keys / 16; kk++) {
             wgmma_fence();
             wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_descriptor, kk * 16 * 128), true);
@@ -342,8 +342,8 @@ struct Consumer {
             x = 0.f;
         for (auto& s_n : s)
             exponentials(s_n, m_log2);
-        wgmma_hold(s);
-        wgmma_hold(l_tile);
+        wgmma_fence_operand(s);
+        wgmma_fence_operand(l_tile);
     }
     __device__ __forceinline__ void rescale() {
         for (int r = 0; r < 2; r++) {
@@ -393,8 +393,8 @@ struct Consumer {
                 for (int n = kk * N; n < (kk + 1) * N; n++)
                     exponentials(s[n], m_log2);
             });
-            wgmma_hold(s);
-            wgmma_hold(l_tile);
+            wgmma_fence_operand(s);
+            wgmma_fence_operand(l_tile);
             // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
             out_of_range = __any_sync(
                 ~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
@@ -632,7 +632,7 @@ const AttentionKernel<bf16> flash_bf16_sm90 = {
     .name = kName,
     .min_sm = 90,
     .flash = true,
-    .takes = {.pieces = true},
+    .supports = {.pieces = true},
     .scratch_bytes = sm90_bytes,
     .unchecked = {.forward = forward<bf16>,
                   .backward = sm90_backward<bf16>,

@@ -400,7 +400,7 @@ __device__ __forceinline__ void add_product(float (&d)[HS / 8][4],
                                             const uint32_t (&a)[Tiles<HS>::Br / 16][4],
                                             uint32_t b) {
     const uint64_t transposed = wgmma_descriptor(b, Tiles<HS>::Br * 128);
-    wgmma_hold(d);
+    wgmma_fence_operand(d);
     wgmma_fence();
     for (int kk = 0; kk < Tiles<HS>::Br / 16; kk++)
         wgmma_rs<true>(d, a[kk], wgmma_advance(transposed, kk * 16 * 128), true);
@@ -596,7 +596,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             // else its old values hold registers all tile long
             for (auto& x : dq)
                 x[0] = x[1] = x[2] = x[3] = 0.f;
-            wgmma_hold(dq);
+            wgmma_fence_operand(dq);
             // [quote]
             add_product<HS>(dk, ds, q_smem);
             fence_proxy_async();  // of dS, whose stores are done by now

@@ -203,7 +203,7 @@ struct Softmax {
     }
     // What rounding took from lse.
     __device__ __forceinline__ float rest(int i, int r, float lse) const {
-        return static_cast<float>(m[i][r] * M_LN2 + log_of(l[i][r]) - lse);
+        return static_cast<float>(m[i][r] * M_LN2 + precise_log(l[i][r]) - lse);
     }
 };
 
@@ -223,7 +223,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
-        w = work_of(p, true);
+        w = work_tile(p, TileOrder::last_to_first);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;
@@ -244,7 +244,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     {
         unsigned char* rows = smem + warp_row * HS * 2;
         q_unit[threadIdx.x / 32] = keep_rows<HS, 16 * M, Tiles::QLo>(
-            rows, head_of(p.q, w, HS), p.q.token_stride, first_q(), p.Tq);
+            rows, w.head<HS>(p.q), p.q.token_stride, first_q(), p.Tq);
         __syncwarp();
         for (int kk = 0; kk < HS / 16; kk++)
             load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
@@ -315,7 +315,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
                 args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + t] =
                     softmax.rest(i, r, lse[i][r]);
         }
-    store_rows<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token_stride,
+    store_rows<HS>(o, warp_row, w.head<HS>(args.out) + q0 * args.out.token_stride,
                    args.out.token_stride, p.Tq - q0);
 #endif
 }
@@ -375,18 +375,17 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
     const int lane = threadIdx.x % 32;
     // has, in its columns, the diagonal of row lane/4
     const int src_lane = lane / 4 * 4 + lane / 8;
-    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS),
+    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, w.head<HS>(args.dout),
                                        args.dout.token_stride, first_q(), p.Tq);
     float d[M][2 * M][4] = {};
-    const float d_unit = do_unit * keep_rows<HS, Rows, QLo>(q_rows, head_of(args.out, w, HS),
+    const float d_unit = do_unit * keep_rows<HS, Rows, QLo>(q_rows, w.head<HS>(args.out),
                                                             args.out.token_stride, first_q(), p.Tq);
     __syncwarp();
     // Always so. The branch keeps 8 bytes from spilling.
     if (args.out.ptr)
         product_abt<HS, 1>(d, do_tile, q_tile);
     __syncwarp();  // Q takes O's place
-    q_unit =
-        keep_rows<HS, Rows, QLo>(q_rows, head_of(p.q, w, HS), p.q.token_stride, first_q(), p.Tq);
+    q_unit = keep_rows<HS, Rows, QLo>(q_rows, w.head<HS>(p.q), p.q.token_stride, first_q(), p.Tq);
     __syncwarp();
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
@@ -417,7 +416,7 @@ __global__ __launch_bounds__(kThreads,
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
-        w = work_of(p, true);
+        w = work_tile(p, TileOrder::last_to_first);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows;
     const int lane = threadIdx.x % 32;
@@ -557,7 +556,7 @@ __global__ __launch_bounds__(kThreads,
                 args.factors[at] = f;
             }
         }
-    store_rows<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token_stride,
+    store_rows<HS>(dq, warp_row, w.head<HS>(args.dq) + w.tile * Br * args.dq.token_stride,
                    args.dq.token_stride, p.Tq - w.tile * Br);
 #endif
 }
@@ -587,7 +586,7 @@ __global__ __launch_bounds__(kThreads,
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
-        w = work_of(p, false);
+        w = work_tile(p, TileOrder::first_to_last);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows;
     const int lane = threadIdx.x % 32;
@@ -615,9 +614,9 @@ __global__ __launch_bounds__(kThreads,
     unsigned char* k_rows = smem + warp_row * HS * 2;
     __shared__ Units units[kWarps];  // the loop leaves no register for them
     {
-        const float k_unit = keep_rows<HS, Rows, KLo>(k_rows, head_of(p.k, w, HS), p.k.token_stride,
-                                                      first_k(), p.Tk);
-        const float v_unit = keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, head_of(p.v, w, HS),
+        const float k_unit =
+            keep_rows<HS, Rows, KLo>(k_rows, w.head<HS>(p.k), p.k.token_stride, first_k(), p.Tk);
+        const float v_unit = keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, w.head<HS>(p.v),
                                                       p.v.token_stride, first_k(), p.Tk);
         units[threadIdx.x / 32] = {.k = k_unit, .v = v_unit};
         __syncwarp();
@@ -667,7 +666,8 @@ __global__ __launch_bounds__(kThreads,
                 const LseDPair c = lse_D[4 * n + lane % 4];  // of this lane's columns e = 0 and 1
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++)
-                        s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -c.of[e % 2].lse_log2));
+                        s[i][n][e] =
+                            exp2_approx(fmaf(s[i][n][e], s_unit, -c.columns[e % 2].lse_log2));
             }
             to_a(hi, lo, s, kPScale);
             add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - 14));
@@ -680,8 +680,9 @@ __global__ __launch_bounds__(kThreads,
                     for (int r = 0; r < 2; r++) {
                         const float2 P =
                             join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
-                        dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.of[0].D);
-                        dp[i][n][2 * r + 1] = P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.of[1].D);
+                        dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.columns[0].D);
+                        dp[i][n][2 * r + 1] =
+                            P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.columns[1].D);
                     }
             }
             const uint32_t dS_largest = largest_of(dp);
@@ -697,9 +698,9 @@ __global__ __launch_bounds__(kThreads,
 
     scale(dk, p.scale);
     const int k0 = w.tile * Bc;
-    store_rows<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token_stride,
+    store_rows<HS>(dk, warp_row, w.head<HS>(args.dk) + k0 * args.dk.token_stride,
                    args.dk.token_stride, p.Tk - k0);
-    store_rows<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token_stride,
+    store_rows<HS>(dv, warp_row, w.head<HS>(args.dv) + k0 * args.dv.token_stride,
                    args.dv.token_stride, p.Tk - k0);
 #endif
 }
@@ -725,7 +726,7 @@ void forward(const Cuda& dev, const AttentionForward<float>& c) {
                {.name = kName,
                 .HS = HS,
                 .tiles = ceil_div(c.s.Tq, Tiles::Br),
-                .streamed = c.s.Tk,
+                .streamed_rows = c.s.Tk,
                 .threads = kThreads,
                 .smem = Tiles::Smem},
                forward_kernel<HS>, args);
@@ -752,7 +753,7 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
                {.name = kName,
                 .HS = HS,
                 .tiles = ceil_div(c.s.Tq, Dq::Br),
-                .streamed = c.s.Tk,
+                .streamed_rows = c.s.Tk,
                 .threads = kThreads,
                 .smem = Dq::Smem},
                dq_kernel<HS>, args);
@@ -760,7 +761,7 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
                {.name = kName,
                 .HS = HS,
                 .tiles = ceil_div(c.s.Tk, Dkdv::Bc),
-                .streamed = c.s.Tq,
+                .streamed_rows = c.s.Tq,
                 .threads = kThreads,
                 .smem = Dkdv::Smem},
                dkdv_kernel<HS>, args);
@@ -776,7 +777,7 @@ const AttentionKernel<float> flash_fp16x3 = {
     .name = kName,
     .min_sm = 80,
     .flash = true,
-    .takes = {.pieces = true, .lse_rest = true},
+    .supports = {.pieces = true, .lse_rest = true},
     .scratch_bytes = scratch_bytes,
     .unchecked = {.forward = forward,
                   .backward = backward,

@@ -244,7 +244,7 @@ __device__ void store_out(const ForwardArgs& args, int b, int h, int row, int co
         }
         if (col > 0)
             continue;
-        const double exact = m[i] + log_of(l[i]);
+        const double exact = m[i] + precise_log(l[i]);
         const float lse = static_cast<float>(exact);
         args.lse.ptr[blockIdx.x * args.lse.head_stride + t] = lse;
         if (args.lse_rest.ptr)
@@ -784,7 +784,7 @@ const AttentionKernel<float> flash_fp32 = {
     .name = kName,
     .min_sm = 75,
     .flash = true,
-    .takes = {.pieces = true, .lse_rest = true},
+    .supports = {.pieces = true, .lse_rest = true},
     .scratch_bytes = scratch_bytes,
     .unchecked = {.forward = forward,
                   .backward = backward,

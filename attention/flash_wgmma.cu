@@ -142,13 +142,13 @@ __global__ void __launch_bounds__(kThreads)
         // [quote]
         // S = Q Kᵀ
         mbarrier_wait(barrier(KFull), parity(j));
-        wgmma_hold(s);
+        wgmma_fence_operand(s);
         wgmma_fence();
         for (int kk = 0; kk < HS / 16; kk++)
             wgmma_ss(s, k_step<Br>(q_tile, kk), k_step<Bc>(k_tile, kk), kk > 0);
         wgmma_commit();
         wgmma_wait<0>();
-        wgmma_hold(s);
+        wgmma_fence_operand(s);
         __syncthreads();  // all warps are done with K, because wgmma_wait covers only this one
         if (leader && j + 1 < tiles)
             load_tile<Bc, HS>(k_smem, k_map, barrier(KFull), kv0 + Bc, h, b);
@@ -189,14 +189,14 @@ __global__ void __launch_bounds__(kThreads)
 
         // O += P V
         mbarrier_wait(barrier(VFull), parity(j));
-        wgmma_hold(p_regs);
-        wgmma_hold(o);
+        wgmma_fence_operand(p_regs);
+        wgmma_fence_operand(o);
         wgmma_fence();
         for (int kk = 0; kk < Bc / 16; kk++)
             wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_tile, kk * 16 * 128), true);
         wgmma_commit();
         wgmma_wait<0>();
-        wgmma_hold(o);
+        wgmma_fence_operand(o);
         __syncthreads();  // all warps are done with V
         if (leader && j + 1 < tiles)
             load_tile<Bc, HS>(v_smem, v_map, barrier(VFull), kv0 + Bc, h, b);

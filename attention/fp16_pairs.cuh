@@ -117,14 +117,14 @@ __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&
 // head, and writes them to `tile` as pairs. Rows at or past `end` become zeros. Returns the unit
 // that undoes their scale.
 template <int HS, int Rows, int Lo>
-__device__ __forceinline__ float keep_rows(unsigned char* tile, const float* head, size_t token,
-                                           int row0, int end) {
+__device__ __forceinline__ float keep_rows(unsigned char* tile, const float* head,
+                                           size_t row_stride, int row0, int end) {
     constexpr int RowsAtOnce = 32 / (HS / 4);
     const unsigned lane = threadIdx.x % 32;
     const int row = row0 + static_cast<int>(lane / (HS / 4));
-    const float* src = head + row * token + lane % (HS / 4) * 4;
+    const float* src = head + row * row_stride + lane % (HS / 4) * 4;
     float4 rows[kPieces<HS, Rows, 32>];
-    for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += RowsAtOnce * token)
+    for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += RowsAtOnce * row_stride)
         rows[i] = row + i * RowsAtOnce < end ? *reinterpret_cast<const float4*>(src)
                                              : float4{0.f, 0.f, 0.f, 0.f};
     const uint32_t m = warp_largest(largest(rows));
@@ -266,18 +266,18 @@ struct Stream {
     __device__ __forceinline__ void copy(const HeadsView<const float>& x,
                                          const HeadsView<const float>& y, const WorkTile& w,
                                          int row0, int end) const {
-        const float* x_head = head_of(x, w, HS);
-        const float* y_head = head_of(y, w, HS);
+        const float* x_head = w.head<HS>(x);
+        const float* y_head = w.head<HS>(y);
         copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token_stride, row0, end);
         copy_tile(smem_address(smem) + 3 * Pair, y_head, y.token_stride, row0, end);
     }
     static __device__ __forceinline__ void copy_tile(uint32_t floats, const float* head,
-                                                     size_t token, int row0, int end) {
+                                                     size_t row_stride, int row0, int end) {
         constexpr int RowsAtOnce = Threads / (HS / 4);
         const unsigned thread = thread_again();
         const int row = row0 + static_cast<int>(thread / (HS / 4));
-        const float* src = head + row * token + thread % (HS / 4) * 4;
-        for (int i = 0; i < Pieces; i++, src += RowsAtOnce * token)
+        const float* src = head + row * row_stride + thread % (HS / 4) * 4;
+        for (int i = 0; i < Pieces; i++, src += RowsAtOnce * row_stride)
             cp_async_16(floats + (thread + i * Threads) * 16, src, row + i * RowsAtOnce < end);
     }
     // Splits what has arrived, once all warps have left the last tile. When it returns, the next

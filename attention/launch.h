@@ -1,11 +1,76 @@
-// What the launchers of the kernels share. Their calls have been checked (check_call in call.h).
+// What the flash kernels share around their loops: their arguments, the tile that a block works on,
+// and how they are launched. Calls have been checked before (check_call in call.h).
 #pragma once
 #include "attention/attention.h"
 
-// How many tiles of b cover a ≥ 1.
-inline int ceil_div(int a, int b) {
-    return (a - 1) / b + 1;
+// How many tiles of b cover a ≥ 0.
+constexpr int ceil_div(int a, int b) {
+    return (a + b - 1) / b;
 }
+// The same in a kernel, where the compiler has to know b early.
+template <int b>
+__host__ __device__ constexpr int ceil_div(int a) {
+    return (a + b - 1) / b;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Arguments
+
+// A kernel's arguments: the call, and what follows from its shape. Backward's have more.
+template <class Call>
+struct CallArgs : Call {
+    int heads = this->s.B * this->s.NH;
+    int shift = this->s.shift();  // query i sees keys j ≤ i + shift
+    float scale = this->s.resolved_scale();
+    float scale_log2 =
+        this->s.scale_log2();  // scale·log2(e), for exponentials that are powers of 2
+};
+
+// Query i sees keys [0, visible_keys). Without a mask `shift` is Tk, so these are all keys.
+__device__ __forceinline__ int visible_keys(int query, int Tk, int shift) {
+    return min(Tk, query + shift + 1);
+}
+
+// -------------------------------------------------------------------------------------------------
+// What a block works on
+
+// A tile of one head's queries or keys.
+struct WorkTile {
+    int tile;
+    int bh;  // b·NH + h
+    int b;
+    int h;
+
+    // The head's first row of HS elements. The others are x.token_stride apart.
+    template <int HS, class X>
+    __device__ __forceinline__ X* head(const HeadsView<X>& x) const {
+        return x.ptr + b * x.batch_stride + static_cast<size_t>(h) * HS;
+    }
+    // The head's row statistics, by token.
+    template <class A>
+    __device__ __forceinline__ A* stats(const RowStatsView<A>& x) const {
+        return x.ptr + bh * x.head_stride;
+    }
+};
+
+// Under a causal mask the last queries see the most keys, and the first keys are seen by the most
+// queries. The longest tiles come first, so that the last blocks to finish have little to do: tiles
+// of queries are worked on from the last to the first, tiles of keys from the first to the last.
+enum class TileOrder { first_to_last, last_to_first };
+
+// Block i works on tile i / heads of head i % heads.
+__device__ __forceinline__ WorkTile work_tile(int heads, int NH, TileOrder order) {
+    const int i = blockIdx.x / heads;
+    const int tiles = gridDim.x / heads;
+    const int bh = blockIdx.x % heads;
+    return {.tile = order == TileOrder::last_to_first ? tiles - 1 - i : i,
+            .bh = bh,
+            .b = bh / NH,
+            .h = bh % NH};
+}
+
+// -------------------------------------------------------------------------------------------------
+// Launches
 
 // f(std::integral_constant<int, HS>), so that the head size is known to the compiler.
 template <class F>

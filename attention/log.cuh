@@ -4,7 +4,7 @@
 #include <cmath>
 
 // log x for any x > 0, as exact as fp32's logarithm is near 1.
-__device__ inline double log_of(float x) {
+__device__ inline double precise_log(float x) {
     int exponent;
     const float mantissa = frexpf(x, &exponent);
     return exponent * M_LN2 + logf(mantissa);

@@ -5,13 +5,15 @@
 #include <climits>
 #include <type_traits>
 
+#include "attention/fragments.cuh"
 #include "attention/launch.h"
-#include "cuda/ptx_sm80.cuh"
 
-// Tiles in shared memory are rows of HS elements whose 16-byte pieces are permuted, with piece c of
-// row r at c ^ (r % 8). Eight rows of one column then lie in eight different bank groups, so
-// ldmatrix reads them without conflict.
+// -------------------------------------------------------------------------------------------------
+// Tiles in shared memory are rows of HS elements. The 16-byte pieces of a row are permuted: piece c
+// of row r is stored at c ^ (r % 8). Eight rows of one column are then in eight different bank
+// groups, so that ldmatrix reads them without conflict.
 
+// Byte offset of a piece in a tile.
 template <int HS>
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
     return row * HS * 2 + ((piece ^ (row & 7)) << 4);
@@ -20,8 +22,10 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 // The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16
 // known to the compiler. Lanes 8i … 8i+7 name the rows of its quadrant i, in the order upper left,
 // lower left, upper right, lower right. An A operand wants this order, and so does a B operand that
-// is loaded transposed. The swizzle makes col an xor. It may follow the addition, as a tile starts
-// at a multiple of its row, so one register serves all rows and columns.
+// is loaded transposed.
+//
+// The swizzle makes the column an xor. It may be applied after the addition, because a tile starts
+// at a multiple of its row's length, so one register serves all rows and columns.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
@@ -33,18 +37,20 @@ __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
 template <int HS>
 __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) +
+    return ((tile + swizzled<HS>(lane % 8 + (lane / 16) * 8, (lane / 8) % 2)) ^ (col * 2)) +
            row * HS * 2;
 }
 
-// a = the A operand made of the tile's first 16·M rows and k-step [col, col + 16).
+// a = the A operand made of the tile's first 16·M rows and columns [col, col + 16).
 template <int HS, int M>
 __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
     for (int m = 0; m < M; m++)
         ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
 }
 
-// An accumulator times factor, and rows [16·m + 8·r + lane/4] of it.
+// -------------------------------------------------------------------------------------------------
+// Accumulators of 16·M rows: M of fragments.cuh's, one below the other.
+
 template <int M, int N>
 __device__ __forceinline__ void scale(float (&c)[M][N][4], float factor) {
     for (int m = 0; m < M; m++)
@@ -52,104 +58,44 @@ __device__ __forceinline__ void scale(float (&c)[M][N][4], float factor) {
             for (int e = 0; e < 4; e++)
                 c[m][n][e] *= factor;
 }
+// Row r of this lane's two in the m-th 16 times factor.
 template <int M, int N>
 __device__ __forceinline__ void scale_row(float (&c)[M][N][4], int m, int r, float factor) {
-    for (int n = 0; n < N; n++) {
-        c[m][n][2 * r] *= factor;
-        c[m][n][2 * r + 1] *= factor;
-    }
+    scale_row(c[m], r, factor);
 }
 
-// Over the four lanes that share a row of an accumulator.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-template <class X>
-__device__ __forceinline__ X quad_sum(X x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// Writes c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, but none at or past
-// `end`.
+// Writes c to rows [row, row + 16·M) of a tile whose row 0 is at `to`, but none at or past `end`.
 template <int HS, int M>
-__device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int row, float* dst,
-                                           size_t token, int end) {
+__device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int row, float* to,
+                                           size_t row_stride, int end) {
     const int lane = threadIdx.x % 32;
     for (int m = 0; m < M; m++)
         for (int r = 0; r < 2; r++) {
-            const int t = row + 16 * m + 8 * r + lane / 4;
+            const int t = fragment_row(row + 16 * m, 2 * r, lane);
             if (t >= end)
                 continue;
-            float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
+            float2* pairs = reinterpret_cast<float2*>(to + t * row_stride) + lane % 4;
             for (int n = 0; n < HS / 8; n++)
-                p[4 * n] = make_float2(c[m][n][2 * r], c[m][n][2 * r + 1]);
+                pairs[4 * n] = make_float2(c[m][n][2 * r], c[m][n][2 * r + 1]);
         }
 }
 
 // -------------------------------------------------------------------------------------------------
-// What a launch covers. Blocks are numbered in groups of heads, so that those running at once share
-// keys in L2. The longest of a group come first, so that the last to finish are short.
+// Arguments
 
+// What the arguments of both directions begin with.
 template <class X>
 struct Problem {
     HeadsView<const X> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
     int shift;              // query i sees keys j ≤ i + shift
-    int tiles, group;
-    // scale_log2 = scale·log2(e), because the exponentials are powers of 2
-    float scale, scale_log2;
+    int tiles;              // of a head, one a block
+    int group;              // heads that are worked on together
+    float scale;
+    float scale_log2;  // scale·log2(e), for exponentials that are powers of 2
 };
 
-template <class X, class Y>
-struct ForwardArgs {
-    Problem<X> p;
-    HeadsView<Y> out;
-    RowStatsView<float> lse;
-    RowStatsView<float> lse_rest = {};
-};
-
-// What backward knows of a query.
-struct alignas(8) LseD {
-    float lse_log2;  // log2(e)·lse
-    float D;
-};
-// Of the two columns that a lane has side by side in an accumulator.
-struct alignas(16) LseDPair {
-    LseD of[2];
-};
-
-struct WorkTile {
-    int tile;
-    int bh;
-    int b;
-    int h;
-};
-// A block takes the tile of a head that has its own number.
-template <class X>
-__device__ __forceinline__ WorkTile work_of(const Problem<X>& p, bool descending) {
-    const int first = blockIdx.x / (p.group * p.tiles) * p.group;
-    const int size = min(p.group, p.heads - first);
-    const int i = blockIdx.x - first * p.tiles;
-    const int tile = i / size;
-    const int bh = first + i % size;
-    return {
-        .tile = descending ? p.tiles - 1 - tile : tile, .bh = bh, .b = bh / p.NH, .h = bh % p.NH};
-}
-// How many tiles of Bc keys the tile'th Br queries see.
-template <int Br, int Bc, class X>
-__device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
-    // the last query sees keys before this
-    const int k_end = min(p.Tk, min((tile + 1) * Br, p.Tq) + p.shift);
-    return (k_end + Bc - 1) / Bc;
-}
-template <class X>
-__device__ __forceinline__ X* head_of(const HeadsView<X>& x, const WorkTile& w, int HS) {
-    return x.ptr + w.b * x.batch_stride + static_cast<size_t>(w.h) * HS;
-}
-
-// Of a call of either direction. launch() adds the tiles.
+// All but `tiles` and `group`, which launch() adds.
 template <template <class, class> class Call, class X, class Y>
 Problem<X> problem(const Call<X, Y>& c) {
     Problem<X> p{};
@@ -166,22 +112,73 @@ Problem<X> problem(const Call<X, Y>& c) {
     return p;
 }
 
-// A head has `tiles` blocks. Past each stream `streamed` rows of two tensors, K and V or Q and dO.
+template <class X, class Y>
+struct ForwardArgs {
+    Problem<X> p;
+    HeadsView<Y> out;
+    RowStatsView<float> lse;
+    RowStatsView<float> lse_rest = {};
+};
+
+// What backward knows of a query.
+struct alignas(8) LseD {
+    float lse_log2;  // log2(e)·lse
+    float D;
+};
+// The same of the two queries whose columns are neighbours in an accumulator of dkdv_kernel:
+// columns[e % 2] is that of element e.
+struct alignas(16) LseDPair {
+    LseD columns[2];
+};
+
+// -------------------------------------------------------------------------------------------------
+// What a block works on
+
+// Blocks are numbered in groups of heads, so that those running at once share keys in L2. Within a
+// group all heads have one tile, then all have the next.
+template <class X>
+__device__ __forceinline__ WorkTile work_tile(const Problem<X>& p, TileOrder order) {
+    const unsigned block = blockIdx.x;
+    const int blocks_of_group = p.group * p.tiles;
+    const int first = block / blocks_of_group * p.group;  // the group's first head
+    const int size = min(p.group, p.heads - first);       // the last group may be smaller
+    const int i = block - first * p.tiles;                // block within the group
+    const int tile = i / size;
+    const int bh = first + i % size;
+    return {.tile = order == TileOrder::last_to_first ? p.tiles - 1 - tile : tile,
+            .bh = bh,
+            .b = bh / p.NH,
+            .h = bh % p.NH};
+}
+// How many tiles of Bc keys the tile'th Br queries see.
+template <int Br, int Bc, class X>
+__device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
+    // the last query sees the keys before this one
+    const int k_end = min(p.Tk, min((tile + 1) * Br, p.Tq) + p.shift);
+    return ceil_div<Bc>(k_end);
+}
+
+// -------------------------------------------------------------------------------------------------
+// Launches
+
+// A head has `tiles` blocks. Past each stream `streamed_rows` of two tensors, K and V or Q and dO.
 struct Launch {
     const char* name;
     int HS;
     int tiles;
-    int streamed;
+    int streamed_rows;
     int threads;
     int smem;  // bytes
 };
-// A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
 template <class Args>
 void launch(const Cuda& dev, const Launch& l, void (*kernel)(Args), Args args) {
+    // The streamed rows of a group of heads should stay well inside L2 (40 MB on an A100, 50 MB on
+    // an H100).
     constexpr size_t kGroupBytes = 32 << 20;
-    const size_t head_bytes = 2 * sizeof(*args.p.q.ptr) * l.streamed * l.HS;
+    const size_t head_bytes = 2 * sizeof(*args.p.q.ptr) * l.streamed_rows * l.HS;
     args.p.tiles = l.tiles;
     args.p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / head_bytes, 1, args.p.heads));
+
     const size_t blocks = static_cast<size_t>(l.tiles) * args.p.heads;
     if (blocks > INT_MAX)
         throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch",

@@ -278,7 +278,7 @@ constexpr AttentionKernel<X> kNaive = {
     .name = kName,
     .min_sm = 75,
     .flash = false,
-    .takes = {.any_head_size = true},
+    .supports = {.any_head_size = true},
     .saved_bytes = bytes<X>,
     .scratch_bytes = bytes<X>,
     .unchecked = {.forward = forward<X>, .backward = backward<X>},

@@ -319,13 +319,13 @@ __device__ __forceinline__ void wgmma_commit() {
 // Emits nothing, but keeps the compiler from moving uses of these registers across this point. Call
 // it before wgmma_fence.
 template <int N>
-__device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
+__device__ __forceinline__ void wgmma_fence_operand(float (&d)[N][4]) {
     for (int n = 0; n < N; n++)
         asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
 
 template <int N>
-__device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
+__device__ __forceinline__ void wgmma_fence_operand(uint32_t (&a)[N][4]) {
     for (int n = 0; n < N; n++)
         asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
 }
@@ -336,7 +336,7 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
 template <int Pending, class... D>
 __device__ __forceinline__ void wgmma_wait(D&... results) {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
-    (wgmma_hold(results), ...);
+    (wgmma_fence_operand(results), ...);
 }
 
 // The registers of d as operands of asm: D are read and written, W only written, and R are their

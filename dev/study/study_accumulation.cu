@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     const uint32_t q_smem = smem_address(smem);
     const uint32_t k_smem = q_smem + Br * HS * 2;
     const uint32_t v_smem = k_smem + 2 * KvBytes;
-    const WorkTile w = work_of(p, true);
+    const WorkTile w = work_tile(p, TileOrder::last_to_first);
     const int q0 = w.tile * Br;
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     const int last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.Tq) + Bc - 1) / Bc;
 
-    // Not head_of, whose 64-bit offset makes more-warps spill registers. A copy need not know fp16
+    // Not w.head(), whose 64-bit offset makes more-warps spill registers. A copy need not know fp16
     // from bf16.
     auto head = [&](const auto& x) {
         return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch_stride + w.h * HS);
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
                 args.lse.ptr[w.bh * args.lse.head_stride + row] =
                     (reference[i][r] + __log2f(sum)) * static_cast<float>(M_LN2);
             auto* out =
-                reinterpret_cast<__half2*>(head_of(args.out, w, HS) + row * args.out.token_stride);
+                reinterpret_cast<__half2*>(w.head<HS>(args.out) + row * args.out.token_stride);
             for (int n = 0; n < HS / 8; n++)
                 out[4 * n + lane % 4] =
                     as<__half2>(as<Float2>(o[i][n][r]) * Float2{factor, factor});
@@ -300,7 +300,7 @@ void forward(const Cuda& dev, const AttentionForward<__half>& c) {
            {.name = "mma_kernel",
             .HS = HS,
             .tiles = ceil_div(c.s.Tq, Br),
-            .streamed = c.s.Tq,
+            .streamed_rows = c.s.Tq,
             .threads = kBlock,
             .smem = kSmem},
            mma_kernel<F>, args);
@@ -361,7 +361,7 @@ const AttentionKernel<__half> kKernels[] = {
     {.name = "naive",
      .min_sm = 80,
      .flash = false,
-     .takes = {.any_head_size = true},
+     .supports = {.any_head_size = true},
      .saved_bytes = [](const AttentionShape& s) { return sizeof(__half) * s.Tq * s.Tk; },
      .unchecked = {.forward = naive}},
     variant<0>("base"),

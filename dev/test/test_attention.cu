@@ -469,7 +469,7 @@ struct Run {
             kernel.forward_fp32(gpu(), layout.forward<X, Y>(all, qkv, out_y, lse));
         auto call = layout.forward<X, X>(all, qkv, out, lse);
         call.att = att;
-        if (kHasRest && kernel.takes.pieces)
+        if (kHasRest && kernel.supports.pieces)
             call.lse_rest = layout.stats<float>(Rest, lse_rest, all);
         kernel.forward(gpu(), call);
     }
@@ -488,7 +488,7 @@ struct Run {
             kernel.backward(gpu(), call);
     }
     bool has_backward() const {
-        return kernel.has_backward() && (s.Tq == s.Tk || kernel.takes.pieces);
+        return kernel.has_backward() && (s.Tq == s.Tk || kernel.supports.pieces);
     }
     void whole() {
         forward();
@@ -762,7 +762,7 @@ void logits(const AttentionKernel<X>& kernel) {
                         whole(several, T, several, HS, causal, 8.f / static_cast<float>(HS)), input,
                         logit};
                     check_call(kernel, c);
-                    if (kernel.takes.pieces)
+                    if (kernel.supports.pieces)
                         check_pieces(kernel, c, {T / 3}, {T / 4});
                 }
 }
@@ -868,7 +868,7 @@ void determinism(const AttentionKernel<X>& kernel) {
                                                    {whole(3, 130, 5, 64), 1000}};
     for (const auto& [shape, count] : runs) {
         check_repeats<X, X>(kernel, shape, count);
-        if (kernel.takes.pieces)
+        if (kernel.supports.pieces)
             check_repeats<X, float>(kernel, shape, 3);
     }
 }
@@ -941,7 +941,7 @@ void shifts(const AttentionKernel<X>& kernel) {
             const int Tq = n++ % 2 ? 130 : 200;
             const Case c{queries_of(2, Tq, Tq + shift, 3, HS)};
             check_call(kernel, c);
-            if (std::is_same_v<X, bf16> && kernel.takes.pieces)
+            if (std::is_same_v<X, bf16> && kernel.supports.pieces)
                 check_fp32_call(kernel, c);
         }
     for (int HS : {64, 128})
@@ -1028,7 +1028,7 @@ void few(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128}) {
         check_call(kernel, {whole(1, 100, NH, HS)}, true);
         check_call(kernel, {queries_of(1, 70, 200, NH, HS)}, true);
-        if (kernel.takes.pieces)
+        if (kernel.supports.pieces)
             check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, true);
     }
 }
@@ -1047,7 +1047,7 @@ void limits(const AttentionKernel<X>& kernel) {
         gpu().sync();  // an Error from a launcher leaves the device fit for work
     }
     // A kernel that has no results in fp32 says so, and so does the dispatcher.
-    if (kernel.takes.pieces)
+    if (kernel.supports.pieces)
         return;
     const AttentionShape s = whole(1, 64, 1, 64);
     CHECK_ERROR(attention_forward(gpu(), Attention{kernel.name}, AttentionForward<X, float>{s}),
@@ -1124,7 +1124,7 @@ TEST(names) {
             };
             CHECK(takes(false, false));
             CHECK(takes(true, false) == k->has_backward());
-            CHECK(takes(false, true) == k->takes.pieces);
+            CHECK(takes(false, true) == k->supports.pieces);
         }
         check_attention<X>(dev, Attention::flash, 64, true, true);
         const AttentionKernel<X>& flash = attention_kernel<X>(dev, Attention::flash, 64);
@@ -1228,7 +1228,8 @@ struct Refusals {
         both("Tk -1", [](auto& c) { c.s.Tk = -1; });
         both("head size 18", [](auto& c) { c.s.HS = 18; });
         both("head size 0", [](auto& c) { c.s.HS = 0; });
-        both(kernel.takes.any_head_size ? kAccepted : "head size 32", [](auto& c) { c.s.HS = 32; });
+        both(kernel.supports.any_head_size ? kAccepted : "head size 32",
+             [](auto& c) { c.s.HS = 32; });
         both("scale -1", [](auto& c) { c.s.scale = -1; });
 
         // Fewer queries than keys, more of them, and single rows, whose strides nobody follows.
@@ -1239,7 +1240,7 @@ struct Refusals {
             for (int gap : {0, kGap}) {
                 const Calls<X> calls(s, gap);
                 accept(calls.forward);
-                if (kernel.takes.pieces || s.Tq == s.Tk)
+                if (kernel.supports.pieces || s.Tq == s.Tk)
                     accept(calls.backward);
                 else
                     refuse(calls.backward, "whole sequences");
@@ -1340,8 +1341,8 @@ struct Refusals {
 
     void rests() const {
         const auto with_rest = [](auto& c) { c.lse_rest = {address<float>(Rest), size_t(T)}; };
-        both(limits.takes.lse_rest ? kAccepted : "lse_rest", with_rest);
-        if (!limits.takes.lse_rest)
+        both(limits.supports.lse_rest ? kAccepted : "lse_rest", with_rest);
+        if (!limits.supports.lse_rest)
             return;
         both("lse_rest", [](auto& c) { c.lse_rest = {address<float>(Rest), size_t(T - 1)}; });
         forward("overlap", [](auto& c) { c.lse_rest = c.lse; });
@@ -1351,11 +1352,11 @@ struct Refusals {
     // Results in fp32.
     void fp32() const {
         const auto& launchers = kernel.unchecked;
-        CHECK((launchers.forward_fp32 != nullptr) == kernel.takes.pieces);
-        CHECK((launchers.backward_fp32 != nullptr) == kernel.takes.pieces);
+        CHECK((launchers.forward_fp32 != nullptr) == kernel.supports.pieces);
+        CHECK((launchers.backward_fp32 != nullptr) == kernel.supports.pieces);
 
         const Calls<X, float> calls(good);
-        if (kernel.takes.pieces) {
+        if (kernel.supports.pieces) {
             accept(calls.forward);
             accept(calls.backward);
             AttentionBackward<X, float> call = calls.backward;
@@ -1658,7 +1659,7 @@ void add_tests() {
             const int sm = gpu().sm;
             if (!kernel.runs_on(gpu()))
                 SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, sm);
-            if (property.needs_fp32 && !kernel.takes.pieces)
+            if (property.needs_fp32 && !kernel.supports.pieces)
                 SKIP("%s takes whole sequences only", kernel.name);
             property.check(kernel);
         };

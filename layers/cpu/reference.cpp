@@ -441,7 +441,7 @@ template <class X>
 constexpr AttentionLimits kAttentionLimits = {
     .name = "attention on the CPU",
     .alignment = alignof(X),
-    .takes = {.any_head_size = true, .pieces = true, .lse_rest = true},
+    .supports = {.any_head_size = true, .pieces = true, .lse_rest = true},
 };
 
 template <class X>
