@@ -1,6 +1,8 @@
 // What the flash kernels share around their loops: their arguments, the tile that a block works on,
 // and how they are launched. Calls have been checked before (check_call in call.h).
 #pragma once
+#include <climits>
+
 #include "attention/attention.h"
 
 // How many tiles of b cover a ≥ 0.
@@ -63,14 +65,23 @@ __device__ __forceinline__ WorkTile work_tile(int heads, int NH, TileOrder order
     const int i = blockIdx.x / heads;
     const int tiles = gridDim.x / heads;
     const int bh = blockIdx.x % heads;
-    return {.tile = order == TileOrder::last_to_first ? tiles - 1 - i : i,
-            .bh = bh,
-            .b = bh / NH,
-            .h = bh % NH};
+    const int b = bh / NH;
+    const int h = bh % NH;
+    const int tile = order == TileOrder::last_to_first ? tiles - 1 - i : i;
+    return {.tile = tile, .bh = bh, .b = b, .h = h};
 }
 
 // -------------------------------------------------------------------------------------------------
 // Launches
+
+// How many blocks a launch has that starts one for each tile of each head.
+inline unsigned count_blocks(const char* name, int tiles, int heads) {
+    const size_t blocks = static_cast<size_t>(tiles) * heads;
+    if (blocks > INT_MAX)
+        throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", name,
+                           blocks, INT_MAX));
+    return static_cast<unsigned>(blocks);
+}
 
 // f(std::integral_constant<int, HS>), so that the head size is known to the compiler.
 template <class F>

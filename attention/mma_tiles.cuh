@@ -2,7 +2,6 @@
 // shared memory, and launches that cover each tile of each head.
 #pragma once
 #include <algorithm>
-#include <climits>
 #include <type_traits>
 
 #include "attention/fragments.cuh"
@@ -179,11 +178,8 @@ void launch(const Cuda& dev, const Launch& l, void (*kernel)(Args), Args args) {
     args.p.tiles = l.tiles;
     args.p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / head_bytes, 1, args.p.heads));
 
-    const size_t blocks = static_cast<size_t>(l.tiles) * args.p.heads;
-    if (blocks > INT_MAX)
-        throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch",
-                           l.name, blocks, INT_MAX));
+    const unsigned blocks = count_blocks(l.name, l.tiles, args.p.heads);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, l.smem));
-    kernel<<<static_cast<unsigned>(blocks), l.threads, l.smem, dev.stream>>>(args);
+    kernel<<<blocks, l.threads, l.smem, dev.stream>>>(args);
     LAUNCH_CHECK(l.name);
 }
