@@ -25,8 +25,8 @@
 // the Sᵀ of the next item's first tile.
 //
 // A block stays on its SM and takes items until there are none, in the order of
-// sm90_backward_work.cuh, by which dQ's sum is deterministic. In the block's first warpgroup four
-// threads have a job each:
+// sm90_backward_scheduler.cuh, by which dQ's sum is deterministic. In the block's first warpgroup
+// four threads have a job each:
 //   loader   takes tickets, and loads the next item's K and V and the next tile's Q, dO, lse and D
 //   senders  one for each consumer, which waits for the turn, sends dQ out of shared memory and
 //            passes the turn on
@@ -55,7 +55,7 @@
 #include <cmath>
 
 #include "attention/flash_bf16_sm90.h"
-#include "attention/sm90_backward_work.cuh"
+#include "attention/sm90_backward_scheduler.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/tensor_map.h"
 
@@ -66,12 +66,14 @@
 
 namespace {
 
+using WorkTile = BackwardWorkTile;
+
 // -------------------------------------------------------------------------------------------------
 // Tiles, and what a launch covers
 
 constexpr int kConsumers = 256, kThreads = 128 + kConsumers;
 // a line of L2 each: many blocks ask at once, and a line answers one at a time
-constexpr size_t kTurnInts = 32;
+constexpr size_t kSemaphoreInts = 32;
 
 // What lies where in shared memory: panels of 64 columns, rows of 128 bytes in TMA's 128-byte
 // swizzle.
@@ -88,30 +90,33 @@ struct Tiles {
                          Ds = Do + 2 * QBytes, Dq = Ds + 2 * DsBytes, LseD = Dq + DqBytes,
                          Control = LseD + 2 * LseDBytes;
     static constexpr int Items = Control + 24 * 8;  // after the mbarriers
-    static constexpr int Smem = Items + 2 * sizeof(Item);
+    static constexpr int Smem = Items + 2 * sizeof(WorkTile);
     static_assert(Smem <= 227 * 1024);
 };
 
 template <int HS, class Y>
 struct Args {
-    using Order = ::Order<Tiles<HS>::Br, Tiles<HS>::Bc>;
+    using TileScheduler = BackwardTileScheduler<Tiles<HS>::Br, Tiles<HS>::Bc>;
     // dK and dV leave from shared memory
     static constexpr bool kFits = HS == 64 || std::is_same_v<Y, bf16>;
     CUtensorMap q, k, v, dout, dq, dk, dv;
     HeadsView<Y> dk_rows, dv_rows;
-    Order order;
+    TileScheduler scheduler;
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for rows past Tq) and D
     // (sum_heads, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
     float* dq_sum;
-    // (heads, q_tiles, 2 warpgroups, kTurnInts): how many key tiles have added to dQ
-    int* turns;
+    // (heads, q_tiles, 2 warpgroups, kSemaphoreInts): how many key tiles have added to dQ
+    int* dq_semaphores;
     int* ticket;  // the next item
-    // Of query tile i, for a warpgroup. `first` is the head's order.sum_index or turn_index.
+    // Of query tile i, for a warpgroup. `first` is the head's scheduler.sum_index or
+    // semaphore_index.
     __device__ float* sum(int first, int i) const {
         return dq_sum + (first + 2 * i) * size_t{Tiles<HS>::DqBytes / 8};
     }
-    __device__ int* turn(int first, int i) const { return turns + (first + 2 * i) * kTurnInts; }
+    __device__ int* dq_semaphore(int first, int i) const {
+        return dq_semaphores + (first + 2 * i) * kSemaphoreInts;
+    }
 };
 
 // -------------------------------------------------------------------------------------------------
@@ -129,19 +134,19 @@ __global__ __launch_bounds__(1024) void prepare_kernel(HeadsView<const bf16> dou
     constexpr int Lanes = HS / 8;
     static_assert(Br * Lanes == 1024);
     // Blocks that run together read whole tokens: the heads of one come one after the other.
-    const int q_tiles = args.order.q_tiles;
-    const int h = blockIdx.x % args.order.NH;
-    const int tile = blockIdx.x / args.order.NH % q_tiles;
-    const int b = blockIdx.x / args.order.NH / q_tiles;
-    const int bh = b * args.order.NH + h;
+    const int q_tiles = args.scheduler.q_tiles;
+    const int h = blockIdx.x % args.scheduler.NH;
+    const int tile = blockIdx.x / args.scheduler.NH % q_tiles;
+    const int b = blockIdx.x / args.scheduler.NH / q_tiles;
+    const int bh = b * args.scheduler.NH + h;
     if (threadIdx.x == 0 && blockIdx.x == 0)
         *args.ticket = 0;
     if (threadIdx.x < 2)
-        *args.turn(args.order.turn_index(bh, threadIdx.x), tile) = 0;
+        *args.dq_semaphore(args.scheduler.semaphore_index(bh, threadIdx.x), tile) = 0;
     const int row = threadIdx.x / Lanes;
     const int lane = threadIdx.x % Lanes;
     const int t = tile * Br + row;
-    const size_t read = min(t, args.order.Tq - 1);
+    const size_t read = min(t, args.scheduler.Tq - 1);
     const size_t column = h * HS + lane * 8;
     float D = dot8(*reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch_stride +
                                                    read * dout.token_stride + column),
@@ -153,8 +158,8 @@ __global__ __launch_bounds__(1024) void prepare_kernel(HeadsView<const bf16> dou
         return;
     float* const to_lse = args.lse_D + (static_cast<size_t>(bh) * q_tiles + tile) * 2 * Br + row;
     float* const to_D = to_lse + Br;
-    *to_lse = t < args.order.Tq ? lse.ptr[bh * lse.head_stride + t] * kLog2e : INFINITY;
-    *to_D = t < args.order.Tq ? D : 0.f;
+    *to_lse = t < args.scheduler.Tq ? lse.ptr[bh * lse.head_stride + t] * kLog2e : INFINITY;
+    *to_D = t < args.scheduler.Tq ? D : 0.f;
 #endif
 }
 
@@ -218,13 +223,13 @@ struct Control {
     }
 
     // Two stages, in the keeping of KFull and KEmpty.
-    __device__ volatile Item& item_at(int item) const {
-        return reinterpret_cast<volatile Item*>(smem + Tiles<HS>::Items)[item & 1];
+    __device__ volatile WorkTile& item_at(int item) const {
+        return reinterpret_cast<volatile WorkTile*>(smem + Tiles<HS>::Items)[item & 1];
     }
     // Waits for the item's K and says which it is.
-    __device__ Item wait_item(int item) const {
+    __device__ WorkTile wait_item(int item) const {
         mbarrier_wait(at(KFull, item), item >> 1 & 1);
-        const volatile Item& there = item_at(item);
+        const volatile WorkTile& there = item_at(item);
         return {.k_tile = there.k_tile, .bh = there.bh};
     }
 };
@@ -234,17 +239,17 @@ __device__ __forceinline__ void loader(const Args<HS, Y>& args, const Control<HS
     using T = Tiles<HS>;
     for (int item = 0, n = 0;; item++) {
         // Late, so that the longest do not pile up on one block.
-        const Item next = args.order.item(atomicAdd(args.ticket, 1));
+        const WorkTile next = args.scheduler.work_tile(atomicAdd(args.ticket, 1));
         mbarrier_wait(control.at(KEmpty, item), item >> 1 & 1 ^ 1);
-        volatile Item& at = control.item_at(item);
+        volatile WorkTile& at = control.item_at(item);
         at.k_tile = next.k_tile, at.bh = next.bh;
         if (next.k_tile < 0) {
             mbarrier_arrive(control.at(KFull, item));
             return;
         }
-        const Work w = args.order.work(next);
-        const int b = w.bh / args.order.NH;
-        const int h = w.bh % args.order.NH;
+        const QueryWalk w = args.scheduler.query_walk(next);
+        const int b = next.bh / args.scheduler.NH;
+        const int h = next.bh % args.scheduler.NH;
         auto load = [&](int to, const CUtensorMap& map, uint32_t barrier, int rows, int t) {
             for (int d = 0; d < HS; d += 64)
                 tma_load_4d(control.base + to + d * rows * 2, &map, barrier, d, h, t, b);
@@ -257,17 +262,18 @@ __device__ __forceinline__ void loader(const Args<HS, Y>& args, const Control<HS
             load(T::Q + stage * T::QBytes, args.q, q_full, T::Br, i * T::Br);
             load(T::Do + stage * T::QBytes, args.dout, q_full, T::Br, i * T::Br);
             bulk_load(control.base + T::LseD + stage * T::LseDBytes,
-                      args.lse_D + (static_cast<size_t>(w.bh) * args.order.q_tiles + i) * 2 * T::Br,
+                      args.lse_D +
+                          (static_cast<size_t>(next.bh) * args.scheduler.q_tiles + i) * 2 * T::Br,
                       T::LseDBytes, q_full);
             n++;
         };
         mbarrier_arrive_expect(control.at(KFull, item), T::KvBytes);
         load(T::K + (item & 1) * T::KvBytes, args.k, control.at(KFull, item), T::Bc,
-             w.k_tile * T::Bc);
+             next.k_tile * T::Bc);
         load_q(w.i);
         mbarrier_wait(control.at(VEmpty), item & 1 ^ 1);
         mbarrier_arrive_expect(control.at(VFull), T::KvBytes);
-        load(T::V, args.v, control.at(VFull), T::Bc, w.k_tile * T::Bc);
+        load(T::V, args.v, control.at(VFull), T::Bc, next.k_tile * T::Bc);
         for (int t = 1; t < w.left; t++)
             load_q(w.i + t * w.step);
     }
@@ -280,30 +286,31 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
     using T = Tiles<HS>;
     const uint32_t dq_smem = control.base + T::Dq + wg * T::DqBytes / 2;
     for (int item = 0, n = 0;; item++) {
-        const Item next = control.wait_item(item);
+        const WorkTile next = control.wait_item(item);
         if (next.k_tile < 0)
             return;
         mbarrier_arrive(control.at(KEmpty, item));
-        Work w = args.order.work(next);
+        QueryWalk w = args.scheduler.query_walk(next);
         // Other blocks wait while this thread computes or waits. So it computes before the loop
         // what it can, and asks for the next turn while dQ is on its way.
-        const int sums = args.order.sum_index(w.bh, wg);
-        const int turns = args.order.turn_index(w.bh, wg);
+        const int sums = args.scheduler.sum_index(next.bh, wg);
+        const int semaphores = args.scheduler.semaphore_index(next.bh, wg);
         for (int i = w.i, seen = 0; w.left > 0; w.left--, i += w.step, n++) {
-            const int last = args.order.last_k_tile(i);
-            const int turn = w.step > 0 ? last - w.k_tile : w.k_tile;
+            const int last = args.scheduler.last_k_tile(i);
+            const int turn = w.step > 0 ? last - next.k_tile : next.k_tile;
             // A sum begins where another head's was: that has been read when its last key tile has
             // had its turn.
-            const bool inherits = turn == 0 && w.bh + args.order.sum_heads < args.order.heads;
+            const bool inherits =
+                turn == 0 && next.bh + args.scheduler.sum_heads < args.scheduler.heads;
             const int wanted = inherits ? last + 1 : turn;
-            const int* at =
-                args.turn(turns, i + (inherits ? args.order.sum_heads * args.order.q_tiles : 0));
+            const int* at = args.dq_semaphore(
+                semaphores, i + (inherits ? args.scheduler.sum_heads * args.scheduler.q_tiles : 0));
             while (seen < wanted)
                 seen = load_acquire_gpu(at);
             mbarrier_wait(control.at(DqFull, wg), n & 1);
             if (turn == last) {  // dQ itself
-                const int b = w.bh / args.order.NH;
-                const int h = w.bh % args.order.NH;
+                const int b = next.bh / args.scheduler.NH;
+                const int h = next.bh % args.scheduler.NH;
                 const int d0 = HS == 128 ? 64 * wg : 0;
                 const int t = i * T::Br + (HS == 64 ? 64 * wg : 0);
                 for (int d = 0; d < 64; d += 128 / sizeof(Y))
@@ -316,10 +323,10 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
             bulk_commit();
             bulk_wait_read<0>();
             mbarrier_arrive(control.at(DqEmpty, wg));
-            seen = w.left > 1 ? load_relaxed_gpu(args.turn(turns, i + w.step)) : 0;
+            seen = w.left > 1 ? load_relaxed_gpu(args.dq_semaphore(semaphores, i + w.step)) : 0;
             bulk_wait<0>();
             fence_gpu();  // acquires what was seen, too
-            store_relaxed_gpu(args.turn(turns, i), turn + 1);
+            store_relaxed_gpu(args.dq_semaphore(semaphores, i), turn + 1);
         }
     }
 }
@@ -328,11 +335,11 @@ template <int HS, class Y>
 __device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     for (int item = 0;; item++) {
-        const Item next = control.wait_item(item);
+        const WorkTile next = control.wait_item(item);
         if (next.k_tile < 0)
             return;
-        const int b = next.bh / args.order.NH;
-        const int h = next.bh % args.order.NH;
+        const int b = next.bh / args.scheduler.NH;
+        const int h = next.bh % args.scheduler.NH;
         const int t = next.k_tile * T::Bc;
         mbarrier_wait(control.at(KvDone), item & 1);
         if constexpr (Args<HS, Y>::kFits) {
@@ -410,19 +417,19 @@ __device__ __forceinline__ void add_product(float (&d)[HS / 8][4],
 // Sets what the tile's queries may not see, in the rows of this warp, to −∞.
 template <int HS, class Y>
 __device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Args<HS, Y>& args,
-                                     const Work& w, int row) {
+                                     const WorkTile& tile, const QueryWalk& w, int row) {
     constexpr int Br = Tiles<HS>::Br;
     constexpr int Bc = Tiles<HS>::Bc;
-    const int k0 = w.k_tile * Bc;
+    const int k0 = tile.k_tile * Bc;
     const int q0 = w.i * Br;
-    const int shift = args.order.shift;
-    if (q0 + shift >= k0 + Bc - 1 && k0 + Bc <= args.order.Tk)
+    const int shift = args.scheduler.shift;
+    if (q0 + shift >= k0 + Bc - 1 && k0 + Bc <= args.scheduler.Tk)
         return;
     const int lane = lane_id();  // a register less in the loop
     for (int r = 0; r < 2; r++) {
         const int key = k0 + row + 8 * r + lane / 4;
         // so many do not see the key
-        const int hidden = (key < args.order.Tk ? key - shift - q0 : Br) - lane % 4 * 2;
+        const int hidden = (key < args.scheduler.Tk ? key - shift - q0 : Br) - lane % 4 * 2;
         for (int c = 0; c < Br / 8; c++)
             for (int e = 0; e < 2; e++)
                 if (8 * c + e < hidden)
@@ -447,16 +454,17 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
 // fetches the others' sum.
 template <int HS, class Y>
 __device__ __forceinline__ void store_dq(float (&dq)[8][4], const Args<HS, Y>& args,
-                                         const Control<HS>& control, const Work& w, int n, int i,
-                                         int warp) {
+                                         const Control<HS>& control, const WorkTile& tile,
+                                         const QueryWalk& w, int n, int i, int warp) {
     using T = Tiles<HS>;
     const int wg = warp / 4 - 1;
-    const int last = args.order.last_k_tile(i);
-    const bool ends = w.k_tile == (w.step > 0 ? 0 : last);
+    const int last = args.scheduler.last_k_tile(i);
+    const bool ends = tile.k_tile == (w.step > 0 ? 0 : last);
     if (ends && last > 0) {
-        while (load_acquire_gpu(args.turn(args.order.turn_index(w.bh, wg), i)) < last) {
+        while (load_acquire_gpu(args.dq_semaphore(args.scheduler.semaphore_index(tile.bh, wg), i)) <
+               last) {
         }
-        const float* const others = args.sum(args.order.sum_index(w.bh, wg), i);
+        const float* const others = args.sum(args.scheduler.sum_index(tile.bh, wg), i);
         const float4* const sum = reinterpret_cast<const float4*>(others) + threadIdx.x % 128;
         for (int c = 0; c < 8; c++) {
             const float4 x = __ldcg(sum + c * 128);
@@ -492,7 +500,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     const int row = 64 * wg + 16 * (warp % 4);
 
     float s[Br / 8][4];  // Sᵀ, then Pᵀ
-    Item next;           // the item of s
+    WorkTile next;       // the item of s
     auto wait_item = [&](int item) {
         next = control.wait_item(item);
         next = {.k_tile = __shfl_sync(~0u, next.k_tile, 0),  // uniform
@@ -515,7 +523,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     if (wg == 1)
         named_barrier_arrive(kAlternate, kConsumers);      // consumer 0 begins
     for (int item = 0, n = 0; next.k_tile >= 0; item++) {  // n: query tiles so far
-        Work w = args.order.work(next);
+        const WorkTile tile = next;
+        QueryWalk w = args.scheduler.query_walk(next);
         const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes;
         const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
         // dQ is shared out by queries at HS 64, by columns at HS 128: 64 × 64 a warpgroup.
@@ -559,7 +568,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             // HS 64 the other begins once dV's products have started, at HS 128, with half as many
             // exponentials, once dK's have.
             named_barrier_sync(kAlternate + wg, kConsumers);
-            mask<HS>(s, args, w, row);
+            mask<HS>(s, args, tile, w, row);
             uint32_t p[Br / 16][4];  // Pᵀ as A operand
             for (int c = 0; c < Br / 8; c++) {
                 const float2 L = lse_log2[4 * c];
@@ -617,7 +626,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             mbarrier_arrive(control.at(QEmpty, n));
             if (n > first) {
                 mbarrier_arrive(control.at(DsEmpty, n - 1));
-                store_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
+                store_dq<HS>(dq, args, control, tile, w, n - 1, w.i - w.step, warp);
             }
             // in flight at the loop's end, the compiler would serialize all products (C7514)
             wgmma_wait<0>(s);
@@ -641,16 +650,16 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             store_tile_swizzled<Y>(dv, 1.f, control, T::Ds, row, Bc);
             fence_proxy_async();
         } else {
-            const int b = w.bh / args.order.NH;
-            const int h = w.bh % args.order.NH;
-            const int k0 = w.k_tile * Bc + row;
-            const int Tk = args.order.Tk;
+            const int b = tile.bh / args.scheduler.NH;
+            const int h = tile.bh % args.scheduler.NH;
+            const int k0 = tile.k_tile * Bc + row;
+            const int Tk = args.scheduler.Tk;
             store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token_stride, k0,
                        Tk);
             store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token_stride, k0, Tk);
         }
         mbarrier_arrive(control.at(KvDone));
-        store_dq<HS>(dq, args, control, w, n - 1, w.i, warp);
+        store_dq<HS>(dq, args, control, tile, w, n - 1, w.i, warp);
         signal_dq();
     }
 }
@@ -693,13 +702,14 @@ constexpr char kName[] = "flash_bf16_sm90";
 // Where each part of scratch begins.
 template <int HS>
 struct Scratch {
-    size_t dq_sum, turn, ticket, bytes;
+    size_t dq_sum, semaphores, ticket, bytes;
     explicit Scratch(const AttentionShape& s) {
-        const typename Args<HS, bf16>::Order order(s);
-        const size_t tiles = static_cast<size_t>(order.heads) * order.q_tiles;
+        const typename Args<HS, bf16>::TileScheduler scheduler(s);
+        const size_t tiles = static_cast<size_t>(scheduler.heads) * scheduler.q_tiles;
         dq_sum = tiles * Tiles<HS>::LseDBytes;
-        turn = dq_sum + order.sums * Tiles<HS>::DqBytes;
-        ticket = turn + order.turn_index(order.heads, 0) * kTurnInts * sizeof(int);
+        semaphores = dq_sum + scheduler.sums * Tiles<HS>::DqBytes;
+        ticket = semaphores +
+                 scheduler.semaphore_index(scheduler.heads, 0) * kSemaphoreInts * sizeof(int);
         bytes = ticket + sizeof(int);
     }
 };
@@ -709,10 +719,10 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     constexpr int Br = Tiles<HS>::Br;
     constexpr int Bc = Tiles<HS>::Bc;
     const AttentionShape& s = c.s;
-    const typename Args<HS, Y>::Order order(s);
+    const typename Args<HS, Y>::TileScheduler scheduler(s);
     const Scratch<HS> scratch(s);
-    const size_t heads = order.heads;
-    const size_t tiles = heads * std::max(order.q_tiles, order.k_tiles);
+    const size_t heads = scheduler.heads;
+    const size_t tiles = heads * std::max(scheduler.q_tiles, scheduler.k_tiles);
     if (tiles > INT_MAX / 4)
         throw Error(
             format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
@@ -726,15 +736,16 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                      .dv = tensor_map("dv", c.dv, s.keys(), Bc),
                      .dk_rows = c.dk,
                      .dv_rows = c.dv,
-                     .order = order,
+                     .scheduler = scheduler,
                      .scale = s.resolved_scale(),
                      .scale_log2 = s.scale_log2(),
                      .lse_D = reinterpret_cast<float*>(at),
                      .dq_sum = reinterpret_cast<float*>(at + scratch.dq_sum),
-                     .turns = reinterpret_cast<int*>(at + scratch.turn),
+                     .dq_semaphores = reinterpret_cast<int*>(at + scratch.semaphores),
                      .ticket = reinterpret_cast<int*>(at + scratch.ticket)};
-    prepare_kernel<HS, Y><<<static_cast<unsigned>(heads * order.q_tiles), 1024, 0, dev.stream>>>(
-        c.dout, c.out, c.lse, args);
+    prepare_kernel<HS, Y>
+        <<<static_cast<unsigned>(heads * scheduler.q_tiles), 1024, 0, dev.stream>>>(c.dout, c.out,
+                                                                                    c.lse, args);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
     const auto kernel = backward_kernel<HS, Y>;
     CUDA_CHECK(
@@ -743,7 +754,8 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(std::min<size_t>(heads * order.k_tiles, dev.num_sms));
+    config.gridDim =
+        static_cast<unsigned>(std::min<size_t>(heads * scheduler.k_tiles, dev.num_sms));
     config.blockDim = kThreads;
     config.dynamicSmemBytes = Tiles<HS>::Smem;
     config.stream = dev.stream;

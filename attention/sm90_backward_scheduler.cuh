@@ -1,0 +1,134 @@
+// The tile scheduler of flash_bf16_sm90's backward: which tiles a block works on, and in which
+// order the blocks add up dQ, so that two runs give the same bits.
+//
+// A work tile is 128 keys of one head. The block that has it walks over all query tiles that see
+// those keys. It owns their dK and dV; of each query tile's dQ it computes one part.
+//
+// dQ in a fixed order. The parts of a query tile's dQ are added one key tile after the other, in an
+// order that depends on the shape alone. A semaphore per query tile counts how many have been
+// added, and each key tile waits until the count says that it is next. The first writes the sum in
+// global memory, the others add to it, and the last fetches it, adds its own part in registers and
+// writes dQ.
+//
+// Two directions. Take a causal head of four key tiles, k0 to k3, and four query tiles, q0 to q3.
+// Query tile q2 sees k0, k1 and k2, so three parts make up its dQ. Rows are work tiles in the order
+// of their tickets, and time runs to the right. Down a diagonal or a column, one can follow a query
+// tile from the key tile that adds first to the one that adds last:
+//
+//   forwards, from the diagonal on            backwards, to the diagonal
+//   k3 first, dQ's sum ends with k0           k0 first, dQ's sum begins with k0
+//
+//   ticket   1    2    3    4                 ticket   1    2    3    4
+//   0   k3   q3                               0   k0   q3   q2   q1   q0
+//   1   k2   q2   q3                          1   k1        q3   q2   q1
+//   2   k1   q1   q2   q3                     2   k2             q3   q2
+//   3   k0   q0   q1   q2   q3                3   k3                  q3
+//
+// On the left q3 is with k3, k2, k1 and k0 at times 1, 2, 3 and 4. Everybody can start at once, as
+// each is one query tile behind whoever adds before it, and nobody waits. But the longest work tile
+// has the last ticket, so that at the end of the kernel most SMs would be idle. On the right q3 is
+// with k0, k1, k2 and k3 at those times. Here each has to start one query tile later than the one
+// before it; they all finish together, and the shortest comes last.
+//
+// So all heads walk forwards, except in the group of heads that runs last, which walks backwards. A
+// group is as many heads as fit into L2 and are worked on together. Groups run from the last heads
+// to the first, so the group that runs last is heads 0 to group − 1. If a sequence is so long that
+// a group is a single head, every second or third head walks backwards. Its tiles start one after
+// another while those of the head before it finish one after another, so each fits behind the
+// other.
+//
+// No deadlock. A block waits only for work tiles with lower tickets than its own, and blocks that
+// are running have taken those. (The last query tile of a work tile also waits for the next work
+// tile's loads, but these need only what the same block has already done.) So only who gets which
+// ticket varies from run to run, and no sum depends on that.
+#pragma once
+#include <algorithm>
+
+#include "attention/launch.h"
+
+// A tile of keys of one head.
+struct BackwardWorkTile {
+    int k_tile;  // −1: there are no more
+    int bh;
+};
+
+// The query tiles that see a work tile, in the order in which its block walks over them: the next
+// is i, then i + step, and `left` of them remain.
+struct QueryWalk {
+    int i;
+    int step;
+    int left;
+};
+
+template <int Br, int Bc>  // queries and keys of a tile
+struct BackwardTileScheduler {
+    int NH, heads, Tq, Tk, shift;  // heads = B·NH; query i sees keys j ≤ i + shift
+    int q_tiles, k_tiles;
+    bool masked;    // some query does not see some key
+    int group;      // heads that are worked on together
+    int period;     // if group is 1: every period-th head walks backwards
+    int sum_heads;  // how many heads have room for their sums of dQ at once
+    // Room for how many query tiles' sums: sum_heads·q_tiles or more, because a call with fewer
+    // queries must not need more scratch.
+    size_t sums;
+
+    explicit BackwardTileScheduler(const AttentionShape& s)
+        : NH(s.NH), heads(s.B * s.NH), Tq(s.Tq), Tk(s.Tk), shift(s.shift()) {
+        q_tiles = ceil_div(s.Tq, Br);
+        k_tiles = ceil_div(s.Tk, Bc);
+        masked = shift < s.Tk - 1;
+
+        // Q, dO and the sum of dQ of a group's heads fill half of L2.
+        const int group_tiles = (24 << 20) / (Br * s.HS * 8);
+        const int most = 2048 / s.HS;
+        group = std::clamp(group_tiles / q_tiles, 1, most);
+        period = NH % 3 == 0 ? 3 : 2;
+
+        // With room for 3 large heads the 4th would wait, because last key tiles are slow.
+        sum_heads = std::min(heads, std::max(6, 3 * group));
+        sums = std::min<size_t>(std::min(heads, 3 * most) * size_t(q_tiles),
+                                std::max(3 * group_tiles, 6 * q_tiles));
+    }
+
+    // The work tile of a ticket. Groups of heads follow one another, from the last heads to the
+    // first. Within a group all heads have one key tile, then all have the next.
+    __device__ __forceinline__ BackwardWorkTile work_tile(int ticket) const {
+        const int later = heads * k_tiles - 1 - ticket;  // tickets after this one
+        if (later < 0)
+            return {.k_tile = -1, .bh = -1};
+
+        const int tiles_of_group = group * k_tiles;
+        const int first = later / tiles_of_group * group;  // the group's first head
+        const int size = min(group, heads - first);        // the last group may be smaller
+        const int i = later % tiles_of_group;
+        const int row = i / size;
+        const int bh = first + i % size;
+        return {.k_tile = walks_forwards(bh) ? row : k_tiles - 1 - row, .bh = bh};
+    }
+
+    // A head's direction depends on its own number and the shape alone, because it decides in which
+    // order dQ, dK and dV are added up. Without a mask all heads walk backwards.
+    __device__ __forceinline__ bool walks_forwards(int bh) const {
+        return masked && (group == 1 ? bh % NH % period > 0 : bh >= group);
+    }
+
+    __device__ __forceinline__ QueryWalk query_walk(BackwardWorkTile tile) const {
+        const int first = max(0, tile.k_tile * Bc - shift) / Br;
+        const bool forwards = walks_forwards(tile.bh);
+        return {.i = forwards ? first : q_tiles - 1,
+                .step = forwards ? 1 : -1,
+                .left = q_tiles - first};
+    }
+
+    // The last key tile that query tile i sees. Key tiles 0 to this one add to its dQ.
+    __device__ __forceinline__ int last_k_tile(int i) const {
+        return min(k_tiles - 1, ((i + 1) * Br - 1 + shift) / Bc);
+    }
+
+    // Where the sum and the semaphore of a head's first query tile are, for each of two warpgroups.
+    // Those of query tile i are 2i further on.
+    __device__ __forceinline__ int sum_index(int bh, int wg) const {
+        return bh % sum_heads * q_tiles * 2 + wg;
+    }
+    __host__ __device__ int semaphore_index(int bh, int wg) const { return bh * q_tiles * 2 + wg; }
+};
