@@ -53,7 +53,7 @@
 
 #include "attention/flash_bf16_sm90.h"
 #include "attention/launch.h"
-#include "cuda/ptx_sm90.cuh"
+#include "cuda/pipeline_sm90.cuh"
 #include "cuda/tensor_map.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -219,7 +219,7 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
         for (int wg = 0; wg < W; wg++)
             load(shared.q(i % 2, wg), q_map, shared.at(QFull, i % 2, wg), 64,
                  max(0, w.q0 + 64 * wg));
-        for (int j = w.k_tiles - 1; j >= 0; j--, at.advance()) {
+        for (int j = w.k_tiles - 1; j >= 0; j--, ++at) {
             mbarrier_wait(shared.at(KEmpty, at.index), at.phase ^ 1);
             load(shared.k(at.index), k_map, shared.at(KFull, at.index), Bc, j * Bc);
             mbarrier_wait(shared.at(VEmpty, at.index), at.phase ^ 1);
@@ -374,7 +374,7 @@ struct Consumer {
     template <bool Masked, int Keys = Bc>
     __device__ __forceinline__ void step(int j) {
         const int previous = at.index;
-        at.advance();
+        ++at;
         mbarrier_wait(shared.at(KFull, at.index), at.phase);
         multiply_qk(s);
         bool out_of_range = false;
@@ -435,7 +435,7 @@ struct Consumer {
                 o[n][e] = 0.f;
 
         int j = w.k_tiles - 1;
-        for (; j >= my_tiles; j--, at.advance()) {  // beyond this warpgroup's queries
+        for (; j >= my_tiles; j--, ++at) {  // beyond this warpgroup's queries
             mbarrier_wait(shared.at(KFull, at.index), at.phase);
             release(shared.at(KEmpty, at.index));
             mbarrier_wait(shared.at(VFull, at.index), at.phase);
@@ -468,7 +468,7 @@ struct Consumer {
         multiply_pv<Bc>(at.index, [](int) {});
         wgmma_wait<0>(o);
         release(shared.at(VEmpty, at.index));
-        at.advance();
+        ++at;
     }
 
     // o becomes out, and lse that of the thread's two rows.

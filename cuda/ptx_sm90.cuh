@@ -103,20 +103,6 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Registers));
 }
 
-// Which of a pipeline's stages comes next, and the parity that a consumer waits for. The producer
-// waits for the other.
-template <int Stages>
-struct PipelineState {
-    int index = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == Stages) {
-            index = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 // -------------------------------------------------------------------------------------------------
 // TMA. One thread starts the copy of a whole box of a tensor, which a CUtensorMap describes.
 // Elements outside the tensor are read as zeros and never written. Coordinates are in elements,

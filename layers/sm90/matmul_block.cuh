@@ -66,7 +66,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/activation.cuh"
-#include "cuda/ptx_sm90.cuh"
+#include "cuda/pipeline_sm90.cuh"
 #include "cuda/vector.cuh"
 #include "layers/sm90/matmul_sm90.h"
 
@@ -179,7 +179,7 @@ struct Block {
         for (int item = first; item < p.items; item += clusters) {
             const int row = row_of(item);
             const int column = column_of(item);
-            for (int k = 0; k < p.chunks; k++, at.advance()) {
+            for (int k = 0; k < p.chunks; k++, ++at) {
                 const uint32_t barrier = full(at.index);
                 const uint32_t b = b_smem(at.index);
                 mbarrier_wait(empty(at.index), at.phase ^ 1);
@@ -209,7 +209,7 @@ struct Block {
             float d[kParts][kPart][4];
             float shift[2];
             int previous = 0;
-            for (int k = 0; k < p.chunks; k++, at.advance()) {
+            for (int k = 0; k < p.chunks; k++, ++at) {
                 mbarrier_wait(full(at.index), at.phase);
                 const uint64_t a =
                     wgmma_descriptor(a_smem(at.index) + warp / kGroupWarps * 64 * kChunk * 2);
