@@ -58,6 +58,23 @@ struct QueryWalk {
     int i;
     int step;
     int left;
+
+    __device__ __forceinline__ bool forwards() const { return step > 0; }
+    __device__ __forceinline__ int previous() const { return i - step; }
+    __device__ __forceinline__ void operator++() {
+        i += step;
+        left--;
+    }
+};
+
+// A query tile's dQ is the sum of parts 0 to `last`, one of each key tile that it sees, in the
+// order in which they are added.
+struct DqPart {
+    int number;
+    int last;
+
+    __device__ __forceinline__ bool is_first() const { return number == 0; }
+    __device__ __forceinline__ bool is_last() const { return number == last; }
 };
 
 template <int Br, int Bc>  // queries and keys of a tile
@@ -120,15 +137,18 @@ struct BackwardTileScheduler {
                 .left = q_tiles - first};
     }
 
-    // The last key tile that query tile i sees. Key tiles 0 to this one add to its dQ.
-    __device__ __forceinline__ int last_k_tile(int i) const {
-        return min(k_tiles - 1, ((i + 1) * Br - 1 + shift) / Bc);
+    // The part of a work tile in the dQ of query tile i.
+    __device__ __forceinline__ DqPart dq_part(BackwardWorkTile tile, const QueryWalk& walk,
+                                              int i) const {
+        const int last_k_tile = min(k_tiles - 1, ((i + 1) * Br - 1 + shift) / Bc);
+        return {.number = walk.forwards() ? last_k_tile - tile.k_tile : tile.k_tile,
+                .last = last_k_tile};
     }
 
-    // Where the sum and the semaphore of a head's first query tile are, for each of two warpgroups.
+    // Where the sum and the semaphore of a head's query tile 0 are, for each of two warpgroups.
     // Those of query tile i are 2i further on.
     __device__ __forceinline__ int sum_index(int bh, int wg) const {
-        return bh % sum_heads * q_tiles * 2 + wg;
+        return (bh % sum_heads) * q_tiles * 2 + wg;
     }
     __host__ __device__ int semaphore_index(int bh, int wg) const { return bh * q_tiles * 2 + wg; }
 };
