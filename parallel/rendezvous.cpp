@@ -72,6 +72,11 @@ std::string make_answer(const std::string& wrong, const std::string& nccl_id) {
     return kMark + wrong + '\0' + nccl_id;
 }
 
+// Whether this is an answer of rank 0 that has not broken off before the zero byte.
+bool is_answer(const std::string& text) {
+    return text.starts_with(kMark) && text.find('\0') != std::string::npos;
+}
+
 // Returns the NCCL id. Throws Error if the answer says that something is wrong.
 std::string open_answer(const std::string& answer) {
     std::string wrong = answer.c_str() + kMark.size();  // up to the zero byte
@@ -285,7 +290,7 @@ std::string ask_rank_0(const RankInfo& self, const Hello& own, double timeout) {
             while (!s.receive() && now() < deadline + timeout) {
                 usleep(10000);
             }
-            if (s.received.starts_with(kMark))
+            if (is_answer(s.received))
                 return s.received;
             why = "what answers there is not rank 0 of this job, or it has failed";
         }
