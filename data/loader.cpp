@@ -215,11 +215,11 @@ Loader::Loader(const Source& source, const LoaderOptions& options, const Tokeniz
         windows_ += windows_in(shard);
     }
     if (windows_ == 0)
-        throw Error(
-            format("%s: too little data: %zu tokens in %zu %s, none with the %zu of a sequence; "
-                   "choose a smaller -t",
-                   source.name.c_str(), tokens_, shards_.size(),
-                   shards_.size() == 1 ? "file" : "files", T_ + 1));
+        throw Error(format(
+            "%s: too little data: %zu tokens in %zu %s, but a sequence needs %zu of one file; "
+            "choose a smaller -t",
+            source.name.c_str(), tokens_, shards_.size(), shards_.size() == 1 ? "file" : "files",
+            T_ + 1));
     description_ = describe(source);
     begin_epoch();
 }
@@ -365,9 +365,9 @@ void Loader::skip(uint64_t batches) {
 void Loader::restore(const LoaderState& state) {
     if (state.window >= windows_)
         throw Error(
-            format("%s: cannot go on at window %zu: an epoch has %zu; "
-                   "resume with the data that the checkpoint was trained on",
-                   description_.c_str(), state.window, windows_));
+            format("%s: an epoch has %zu windows, but the checkpoint is at window %zu; "
+                   "resume with the data that it was trained on",
+                   description_.c_str(), windows_, state.window));
     state_ = state;
     begin_epoch();
 }

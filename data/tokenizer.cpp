@@ -155,7 +155,6 @@ std::vector<int> encode_bytes(const std::string& text) {
 // -------------------------------------------------------------------------------------------------
 // The tokenizer
 
-// Each token follows the header as one byte that holds its length, and its bytes.
 Tokenizer::Tokenizer(const std::string& path) : path_(path) {
     if (path.empty())
         return;
@@ -181,16 +180,21 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
                    "write the file again with llm.c's train_gpt2.py",
                    path.c_str(), version));
 
-    const std::string text = file.read_from(kHeaderBytes);
-    const size_t most = std::min<size_t>(text.size(), 65536);  // a shard's tokens have 16 bits
+    const size_t bytes = file.size - kHeaderBytes;
+    const size_t most = std::min<size_t>(bytes, 65536);  // a shard's tokens have 16 bits
     file.require(
         count > 0 && count <= most,
         format("number of tokens at offset 8: expected 1..%zu (what %zu bytes can hold), found %u",
-               most, text.size(), count));
+               most, bytes, count));
     file.require(version == 1 || end_of_text < count,
                  format("id of <|endoftext|> at offset 12: expected less than %u, found %u", count,
                         end_of_text));
+    read_pieces(file, count);
+}
 
+// After the header each token is stored as one byte, which is its length, and its bytes.
+void Tokenizer::read_pieces(const InputFile& file, uint32_t count) {
+    const std::string text = file.read_from(kHeaderBytes);
     size_t at = 0;
     for (uint32_t token = 0; token < count; token++) {
         const size_t length = static_cast<unsigned char>(text[at]);  // 0 at the end of the text

@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
+struct InputFile;
+
 constexpr int kEndOfText = 50256;    // in GPT-2's vocabulary
 constexpr int kByteEndOfText = 256;  // in a vocabulary of bytes
 constexpr int kByteVocab = 257;
@@ -55,6 +57,7 @@ class Tokenizer {
     std::vector<std::string> pieces_;           // the bytes of each token
     std::unordered_map<std::string, int> ids_;  // the token of each piece
 
+    void read_pieces(const InputFile& file, uint32_t count);
     int find_id(const std::string& piece) const;
     std::vector<size_t> merge_pairs(const std::string& word) const;
     void encode_word(const std::string& word, std::vector<int>& tokens) const;

@@ -35,6 +35,6 @@ int ProcessGroup::device(int gpus) const {
         return 0;
     if (local_rank < gpus)
         return local_rank;
-    throw Error(format("rank %d is number %d on this machine, which has %d GPUs: start fewer ranks",
+    throw Error(format("rank %d is local rank %d, but this machine has %d GPUs: start fewer ranks",
                        rank, local_rank, gpus));
 }

@@ -68,8 +68,8 @@ std::optional<Hello> decode(const std::string& text) {
     return hello;
 }
 
-std::string make_answer(const std::string& wrong, const std::string& nccl_id) {
-    return kMark + wrong + '\0' + nccl_id;
+std::string make_answer(const std::string& problem, const std::string& nccl_id) {
+    return kMark + problem + '\0' + nccl_id;
 }
 
 // Whether this is an answer of rank 0 that has not broken off before the zero byte.
@@ -79,14 +79,18 @@ bool is_answer(const std::string& text) {
 
 // Returns the NCCL id. Throws Error if the answer says that something is wrong.
 std::string open_answer(const std::string& answer) {
-    std::string wrong = answer.c_str() + kMark.size();  // up to the zero byte
-    if (wrong.empty())
-        return answer.substr(kMark.size() + 1);
-    for (char& c : wrong) {
+    const size_t begin = kMark.size();
+    const size_t end = answer.find('\0');
+    std::string problem = answer.substr(begin, end - begin);
+    if (problem.empty())
+        return answer.substr(end + 1);
+
+    // A part of it may come from a stranger and is not to control the terminal.
+    for (char& c : problem) {
         if (c < ' ' || c > '~')
-            c = '?';  // a part of it may come from a stranger
+            c = '?';
     }
-    throw Error(wrong);
+    throw Error(problem);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -251,12 +255,12 @@ std::string answer_ranks(const RankInfo& self, const Hello& own, const std::stri
     }
 
     const std::string missing = missing_ranks(hellos, self.size);
-    const std::string wrong =
+    const std::string problem =
         missing.empty()
             ? differences(hellos)
             : format("of %d ranks these did not connect to port %d within %.0f s: %s; refused: %s",
                      self.size, self.port, timeout, missing.c_str(), last_refusal.c_str());
-    const std::string answer = make_answer(wrong, nccl_id);
+    const std::string answer = make_answer(problem, nccl_id);
     for (const Socket& member : members) {
         member.send_all(answer);
     }

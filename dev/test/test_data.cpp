@@ -743,8 +743,9 @@ TEST(loader_reads_each_window_from_any_point) {
             }
             loader.reset();
             CHECK(loader.batch() == stream[0]);
-            CHECK_ERROR(loader.restore({0, n, 0}),
-                        format("cannot go on at window %zu: an epoch has %zu", n, n));
+            CHECK_ERROR(
+                loader.restore({0, n, 0}),
+                format("an epoch has %zu windows, but the checkpoint is at window %zu", n, n));
         }
 }
 
@@ -805,7 +806,7 @@ TEST(loader_errors) {
         {here + "/missing_*.bin", ": no such file, and no file matches it"},
         {"", ": no such file"},
         {here, ": is a directory"},
-        {here + "/4", ": too little data: 4 tokens in 1 file, none with the 5 of a sequence"},
+        {here + "/4", ": too little data: 4 tokens in 1 file, but a sequence needs 5 of one file"},
         {small, ": too little data: 40 tokens in 10 files"}};  // no shard has a whole window
     for (const auto& [pattern, why] : unusable)
         CHECK_ERROR(TestLoader(pattern, 2, 4), pattern + why);
