@@ -52,8 +52,7 @@ static int startable_threads(int wanted) {
                 others.emplace_back(
                     [&] { const std::lock_guard<std::mutex> wait(all_have_started); });
             }
-            // NOLINTNEXTLINE(bugprone-empty-catch): the threads in `others` are all that we can
-            // have
+            // NOLINTNEXTLINE(bugprone-empty-catch): these are all that the system lets us have
         } catch (const std::system_error&) {
         }
     }

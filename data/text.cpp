@@ -76,7 +76,7 @@ static bool is_blank(const std::string& text) {
 }
 
 static void drop_leading_line_end(std::string& text) {
-    if (text.starts_with("\n"))
+    if (text.starts_with('\n'))
         text.erase(0, 1);
     else if (text.starts_with("\r\n"))
         text.erase(0, 2);
@@ -129,7 +129,7 @@ std::string shell_quoted(const std::string& text) {
 }
 
 std::string shell_quoted_path(const std::string& path) {
-    return shell_quoted(path.starts_with("-") ? "./" + path : path);
+    return shell_quoted(path.starts_with('-') ? "./" + path : path);
 }
 
 std::string glob_escaped(const std::string& path) {

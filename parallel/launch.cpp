@@ -103,7 +103,7 @@ std::string job_name(const Launcher& launcher) {
         if (!is_set(name))
             continue;
         if (!job.empty())
-            job += ".";
+            job += '.';
         job += variable(name);
     }
     return job;

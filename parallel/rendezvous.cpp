@@ -191,81 +191,98 @@ std::string differences(const Hellos& hellos) {
     return "the ranks of a job must have the same program, arguments and data" + found;
 }
 
-// Why rank 0 refuses whoever has sent this, or "" if it is one of the ranks still missing.
-std::string refusal(const std::optional<Hello>& hello, const RankInfo& self, const Hellos& hellos) {
-    if (!hello || hello->job != self.job)
-        return "a connection did not send this job's name; set the same GPT2_JOB on all ranks";
-    const int rank = hello->rank;
-    if (rank <= 0 || rank >= self.size || hellos.contains(rank))
-        return format(
-            "rank %d is one too many; start all ranks with the same number of ranks, and each once",
-            rank);
-    return "";
-}
+class Rank0 {
+  public:
+    Rank0(const RankInfo& self, const Hello& own)
+        : self_(self), listener_(listen_at(self.address, self.port)), hellos_{{0, own}} {}
 
-std::string missing_ranks(const Hellos& hellos, int size) {
-    std::string missing;
-    for (int rank = 0; rank < size; rank++) {
-        if (hellos.contains(rank))
-            continue;
-        if (!missing.empty())
-            missing += ", ";
-        missing += std::to_string(rank);
-    }
-    return missing;
-}
-
-// Rank 0's part. Waits for the other ranks, and returns what it has answered to all of them.
-std::string answer_ranks(const RankInfo& self, const Hello& own, const std::string& nccl_id,
-                         double timeout) {
-    constexpr size_t kMostStrangers = 256;
-    const Socket listener(listen_at(self.address, self.port));
-    std::list<Socket> strangers;  // who have not sent all yet, the oldest first
-    std::list<Socket> members;    // ranks, which wait for the answer
-    Hellos hellos = {{0, own}};
-    std::string last_refusal = "none";
-
-    const size_t ranks = self.size;
-    const double deadline = now() + timeout;
-    while (hellos.size() < ranks && now() < deadline) {
-        pollfd incoming = {.fd = listener.fd, .events = POLLIN, .revents = 0};
-        if (poll(&incoming, 1, 10) > 0)
-            strangers.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
-        if (strangers.size() > kMostStrangers)
-            strangers.pop_front();
-
-        for (auto next = strangers.begin(); next != strangers.end();) {
-            const auto stranger = next;
-            ++next;  // before `stranger` leaves the list
-            if (!stranger->receive())
-                continue;
-
-            const std::optional<Hello> hello = decode(stranger->received);
-            const std::string refused = refusal(hello, self, hellos);
-            if (refused.empty()) {
-                hellos[hello->rank] = *hello;
-                members.splice(members.end(), strangers, stranger);
-                continue;
+    // Waits for the other ranks, and returns what it has answered to all of them.
+    std::string answer_ranks(const std::string& nccl_id, double timeout) {
+        const double deadline = now() + timeout;
+        while (!is_complete() && now() < deadline) {
+            accept_next();
+            for (auto next = strangers_.begin(); next != strangers_.end();) {
+                const auto stranger = next;
+                ++next;  // before `stranger` leaves the list
+                read(stranger);
             }
-            last_refusal = refused;
-            if (hello && hello->job == self.job)
-                stranger->send_all(make_answer(refused, ""));
-            strangers.erase(stranger);
         }
+
+        const std::string problem =
+            is_complete()
+                ? differences(hellos_)
+                : format(
+                      "of %d ranks these did not connect to port %d within %.0f s: %s; refused: %s",
+                      self_.size, self_.port, timeout, missing_ranks().c_str(),
+                      last_refusal_.c_str());
+        const std::string answer = make_answer(problem, nccl_id);
+        for (const Socket& member : members_) {
+            member.send_all(answer);
+        }
+        return answer;
     }
 
-    const std::string missing = missing_ranks(hellos, self.size);
-    const std::string problem =
-        missing.empty()
-            ? differences(hellos)
-            : format("of %d ranks these did not connect to port %d within %.0f s: %s; refused: %s",
-                     self.size, self.port, timeout, missing.c_str(), last_refusal.c_str());
-    const std::string answer = make_answer(problem, nccl_id);
-    for (const Socket& member : members) {
-        member.send_all(answer);
+  private:
+    using Connection = std::list<Socket>::iterator;
+
+    const RankInfo& self_;
+    const Socket listener_;
+    std::list<Socket> strangers_;  // who have not sent everything yet, the oldest first
+    std::list<Socket> members_;    // ranks, which wait for the answer
+    Hellos hellos_;
+    std::string last_refusal_ = "none";
+
+    bool is_complete() const { return hellos_.size() == static_cast<size_t>(self_.size); }
+
+    std::string missing_ranks() const {
+        std::string missing;
+        for (int rank = 0; rank < self_.size; rank++) {
+            if (hellos_.contains(rank))
+                continue;
+            if (!missing.empty())
+                missing += ", ";
+            missing += std::to_string(rank);
+        }
+        return missing;
     }
-    return answer;
-}
+
+    void accept_next() {
+        constexpr int kMilliseconds = 10;
+        constexpr size_t kMostStrangers = 256;
+        pollfd incoming = {.fd = listener_.fd, .events = POLLIN, .revents = 0};
+        if (poll(&incoming, 1, kMilliseconds) > 0)
+            strangers_.emplace_back(accept4(listener_.fd, nullptr, nullptr, SOCK_CLOEXEC));
+        if (strangers_.size() > kMostStrangers)
+            strangers_.pop_front();
+    }
+
+    // Reads from a stranger who, once everything has been sent, becomes a member or is refused.
+    void read(Connection stranger) {
+        if (!stranger->receive())
+            return;
+
+        const std::optional<Hello> hello = decode(stranger->received);
+        if (!hello || hello->job != self_.job) {
+            last_refusal_ =
+                "a connection did not send this job's name; set the same GPT2_JOB on all ranks";
+            strangers_.erase(stranger);
+            return;
+        }
+
+        const int rank = hello->rank;
+        if (rank <= 0 || rank >= self_.size || hellos_.contains(rank)) {
+            last_refusal_ = format(
+                "rank %d is one too many; start all ranks with the same number, and each once",
+                rank);
+            stranger->send_all(make_answer(last_refusal_, ""));
+            strangers_.erase(stranger);
+            return;
+        }
+
+        hellos_[rank] = *hello;
+        members_.splice(members_.end(), strangers_, stranger);
+    }
+};
 
 // -------------------------------------------------------------------------------------------------
 // The other ranks
@@ -315,7 +332,7 @@ std::string rendezvous(const RankInfo& self, const Fields& fields, const std::st
     Hello own = {.job = self.job, .rank = self.rank, .fields = {}};
     own.fields.push_back({"number of ranks", std::to_string(self.size)});
     own.fields.insert(own.fields.end(), fields.begin(), fields.end());
-    return open_answer(self.rank == 0 ? answer_ranks(self, own, nccl_id, timeout)
+    return open_answer(self.rank == 0 ? Rank0(self, own).answer_ranks(nccl_id, timeout)
                                       : ask_rank_0(self, own, timeout));
 }
 
