@@ -63,7 +63,8 @@ static int startable_threads(int wanted) {
 }
 
 static int possible_threads() {
-    static const int possible = startable_threads(omp_get_num_procs());  // bound to so many cores
+    const int cores = omp_get_num_procs();  // to which this process is bound
+    static const int possible = startable_threads(cores);
     return possible;
 }
 

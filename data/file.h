@@ -30,9 +30,8 @@ constexpr int32_t kShardMagic = 20240520;
 // -------------------------------------------------------------------------------------------------
 // System calls
 
-// An Error with advice for some values of errno, such as
-// "out/log.jsonl: cannot write: No space left on device; free some space or choose another
-// directory".
+// An Error with advice for some values of errno, such as "out/log.jsonl: cannot write: No space
+// left on device; free some space or choose another directory".
 Error file_error(const std::string& path, const char* action, int error);
 
 // Repeats a system call until no signal interrupts it.
@@ -114,7 +113,7 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);
 // The same hash of data that is given piece by piece.
 class Checksum64 {
   public:
-    static constexpr size_t kStep = 32;  // every piece but the last is a multiple of so many bytes
+    static constexpr size_t kStep = 32;  // all pieces but the last have a multiple of this
 
     explicit Checksum64(size_t bytes, uint64_t seed = 0);  // of all pieces together
     void add(const void* piece, size_t bytes);

@@ -15,7 +15,7 @@ void check_is_text(const std::string& text, const std::string& path) {
         const char* name;
         const char* advice;
     };
-    // UTF-32 starts with the bytes of UTF-16, so it comes first.
+    // UTF-32's byte order mark starts with UTF-16's, so UTF-32 is tested first.
     static constexpr Format kFormats[] = {
         {0, "\x93NUMPY"sv, "a NumPy array", "write its ids as token shards"},
         {7, "\0{"sv, "safetensors",

@@ -1,5 +1,5 @@
 // Communication among ranks, by NCCL. It runs on a stream of its own, so that gradients can be
-// summed over the ranks while backward goes on. Tests have the same interface for threads
+// summed over the ranks during backward. Tests have the same interface for threads
 // (dev/common/thread_comm.h).
 //
 // All `size` ranks must make the same calls in the same order, except for send and recv. Pointers

@@ -33,7 +33,7 @@ struct Ranks {
     int size = 1;
     int local_size = 1;    // ranks on this machine
     bool sharded = false;  // the optimizer
-    bool overlap = false;  // sum a layer's gradients while backward goes on
+    bool overlap = false;  // sum a layer's gradients during backward
     int context = 1;       // ranks per sequence
 
     int groups() const { return size / context; }        // each has sequences of its own
