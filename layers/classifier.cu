@@ -91,8 +91,7 @@ __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, flo
     } else {
         for (int i = 0; i < V; i++) {
             const float p = exp2_approx(fmaf(x[i], kLog2e, -m)) * scale;
-            const float at_target = p - dloss;
-            dx.x[i] = c + i >= vocab ? 0.f : (c + i == target ? at_target : p);
+            dx.x[i] = c + i >= vocab ? 0.f : (c + i == target ? p - dloss : p);
         }
     }
     return dx;
@@ -194,10 +193,9 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     // Which warps' rows need another c. All warps of the block recompute such a row together, each
     // some of its logits.
     __shared__ bool recompute_smem[kRowsWarps];
-    if (lane == 0) {
-        const bool too_large = !(sum < kLargestSum);  // or NaN
-        recompute_smem[warp] = row < h.N && isfinite(shifts[row]) && too_large;
-    }
+    if (lane == 0)
+        recompute_smem[warp] =
+            row < h.N && isfinite(shifts[row]) && !(sum < kLargestSum);  // too large, or NaN
     __syncthreads();
     for (int w = 0; w < kRowsWarps; w++) {
         if (!recompute_smem[w])

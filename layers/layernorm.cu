@@ -336,16 +336,12 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
         const size_t row = row_of_turn(turn, N);
         float next_m = 0.f;
         float next_s = 0.f;
-        if (turn + stride < N) {
-            const size_t next_row = row_of_turn(turn + stride, N);
-            next_m = mean[next_row];
-            next_s = rstd[next_row];
+        if (turn + stride < N) {  // row − stride is the row of that turn, as rows run backwards
+            next_m = mean[row - stride];
+            next_s = rstd[row - stride];
         }
 
         const bf16* const stage_smem = ring + state.index * kRows * C + lane * V;
-        const bf16* const dy_smem = stage_smem + kDout * C;
-        const bf16* const x_smem = stage_smem + kInp * C;
-        const bf16* const old_smem = stage_smem + kDinp * C;
         mbarrier_wait(smem_address(&full_smem[warp][state.index]), state.phase);
 
         float sum_g = 0.f;
@@ -354,9 +350,9 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             const int c = (k * kWarp + lane) * V;
             if (c >= C)
                 continue;
-            const auto dy = load<V>(dy_smem + k * kWarp * V);
+            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
             const auto w = load<V>(weight_smem + c);
-            const auto x = load<V>(x_smem + k * kWarp * V);
+            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
             for (int i = 0; i < V; i++) {
                 const float n = (x[i] - m) * s;
                 const float g = __fmul_rn(w[i], dy[i]);
@@ -376,10 +372,10 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             const int c = (k * kWarp + lane) * V;
             if (c >= C)
                 continue;
-            const auto dy = load<V>(dy_smem + k * kWarp * V);
+            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
             const auto w = load<V>(weight_smem + c);
-            const auto x = load<V>(x_smem + k * kWarp * V);
-            const auto old = load<V>(old_smem + k * kWarp * V);
+            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
+            const auto old = load<V>(stage_smem + kDinp * C + k * kWarp * V);
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
                 const float g = __fmul_rn(w[i], dy[i]);
