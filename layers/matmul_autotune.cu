@@ -1,6 +1,7 @@
-// Autotuning of the algorithm for one matrix product (see matmul_autotune.h).
+// Autotuning of the algorithm for one matrix product (matmul_autotune.h).
 #include <algorithm>
 #include <array>
+#include <numeric>
 
 #include "common/random.h"
 #include "layers/layers.h"
@@ -10,26 +11,33 @@ namespace {
 
 constexpr double kAutotuneFlops = 1e9;  // smaller products are not worth it
 constexpr int kThreads = 256;
-constexpr int kRounds = 5;  // of the clock
-constexpr int kMedian = kRounds / 2;
+constexpr int kBlocksPerSM = 8;
+constexpr int kTimings = 5;  // per candidate
+constexpr int kMedian = kTimings / 2;
+constexpr int kRunsPerTiming = 3;
 
+// The bits of h give an element its sign (0), an exponent (1–4) and a mantissa (40–63), which has
+// random bits down to the last one.
 template <class X>
-__global__ void adversarial_kernel(X* x, size_t lines, size_t K, bool k_inner, int set,
-                                   bool second) {
+__global__ void adversarial_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool is_b) {
     for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K;
          i += size_t(gridDim.x) * kThreads) {
         const size_t line = k_inner ? i / K : i % lines;
         const size_t k = k_inner ? i % K : i / lines;
-        const bool mirror = set == 0 && k > K - 1 - k;
-        const auto h = mix64(mix64(2 * set + second + 1) + line * K + (mirror ? K - 1 - k : k));
-        float value = 1.f + (h >> 40) * 0x1p-24f;  // random bits to the last
+
+        // In set 0 the second half of k mirrors the first, in B with the opposite sign.
+        const bool mirrored = set == 0 && k > K - 1 - k;
+        const uint64_t seed = mix64(2 * set + int{is_b} + 1);
+        const uint64_t h = mix64(seed + line * K + (mirrored ? K - 1 - k : k));
+
+        float value = 1.f + (h >> 40) * 0x1p-24f;
         if (h & 1)
             value = -value;
-        if (mirror && second)
+        if (mirrored && is_b)
             value = -value;
         if (set == 1)
-            value = ldexpf(value, static_cast<int>(h >> 1 & 15) - 8);
-        if (set == 2 && !second && k == mix64(line + 1) % K)
+            value = ldexpf(value, static_cast<int>((h >> 1) & 15) - 8);
+        if (set == 2 && !is_b && k == mix64(line + 1) % K)
             value *= 4096.f;
         x[i] = X(value);
     }
@@ -37,7 +45,7 @@ __global__ void adversarial_kernel(X* x, size_t lines, size_t K, bool k_inner, i
 
 // -------------------------------------------------------------------------------------------------
 
-// What an algorithm makes of its operands: checksums.
+// Checksums of what one call of an algorithm wrote.
 struct Outcome {
     bool ran = false;
     uint64_t d = 0;
@@ -46,24 +54,83 @@ struct Outcome {
     bool operator==(const Outcome&) const = default;
 };
 struct Outcomes {
-    Outcome written;  // by beta = 0
-    Outcome added;    // by beta = 1
+    Outcome written;  // beta = 0
+    Outcome added;    // beta = 1
 
     bool operator==(const Outcomes&) const = default;
 };
 
-// Milliseconds that three runs take.
-template <class F>
-float time_of(const Cuda& dev, F run) {
+// The candidates for one product.
+struct Candidates {
+    const Cuda& dev;
+    const MatmulProduct& product;
+    const RunAlgorithm& run;
+
+    size_t a_bytes() const { return product.rows * product.k * size_of(product.in); }
+    size_t b_bytes() const { return product.k * product.cols * size_of(product.in); }
+    size_t d_bytes() const { return product.rows * product.cols * size_of(product.out); }
+    size_t pre_bytes() const { return product.rows * product.cols * size_of(product.in); }
+
+    uint64_t checksum_of(const void* x, size_t bytes) const {
+        return checksum(dev, dev.workspace, x, bytes);
+    }
+    bool can_be_compared(const MatmulOperands& o) const;
+
+    Outcome outcome(int i, const MatmulOperands& o, bool accumulate) const;
+    Outcomes outcomes(int i, const MatmulOperands& o) const;
+    // Removes those whose bits on o are not the first one's.
+    void keep_equal(std::vector<int>& equal, const MatmulOperands& o) const;
+
+    float milliseconds(int i, const MatmulOperands& o) const;
+    int fastest_of(const std::vector<int>& equal, const MatmulOperands& o) const;
+};
+
+// Checksums need aligned words, and an operand that is all 0 hides every difference.
+bool Candidates::can_be_compared(const MatmulOperands& o) const {
+    for (const void* x : {o.a, o.b, static_cast<const void*>(o.d), static_cast<const void*>(o.pre)})
+        if (reinterpret_cast<uintptr_t>(x) % sizeof(uint32_t) != 0)
+            return false;
+    return checksum_of(o.a, a_bytes()) != 0 && checksum_of(o.b, b_bytes()) != 0;
+}
+
+Outcome Candidates::outcome(int i, const MatmulOperands& o, bool accumulate) const {
+    Outcome result;
+    result.ran = run(i, o, accumulate);
+    result.d = checksum_of(o.d, d_bytes());
+    if (o.pre)
+        result.pre = checksum_of(o.pre, pre_bytes());
+    return result;
+}
+
+// Algorithm i first writes D = A·B and then adds A·B to that: an algorithm that splits K may add
+// the old D before its parts or after them.
+Outcomes Candidates::outcomes(int i, const MatmulOperands& o) const {
+    dev.zero(o.d, d_bytes());  // so that no result of another algorithm is left there
+    const Outcome written = outcome(i, o, false);
+    const Outcome added = outcome(i, o, true);
+    return {.written = written, .added = added};
+}
+
+void Candidates::keep_equal(std::vector<int>& equal, const MatmulOperands& o) const {
+    const Outcomes expected = outcomes(0, o);
+    equal.erase(std::remove_if(equal.begin() + 1, equal.end(),
+                               [&](int i) { return outcomes(i, o) != expected; }),
+                equal.end());
+}
+
+// How long kRunsPerTiming runs take.
+float Candidates::milliseconds(int i, const MatmulOperands& o) const {
     cudaEvent_t start;
     cudaEvent_t end;
     CUDA_CHECK(cudaEventCreate(&start));
     CUDA_CHECK(cudaEventCreate(&end));
+
     CUDA_CHECK(cudaEventRecord(start, dev.stream));
-    for (int i = 0; i < 3; i++)
-        run();
+    for (int r = 0; r < kRunsPerTiming; r++)
+        run(i, o, product.accumulate);
     CUDA_CHECK(cudaEventRecord(end, dev.stream));
     CUDA_CHECK(cudaEventSynchronize(end));
+
     float ms;
     CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
     CUDA_CHECK(cudaEventDestroy(start));
@@ -71,13 +138,50 @@ float time_of(const Cuda& dev, F run) {
     return ms;
 }
 
+// The one with the smallest median. They are timed in turn, because the GPU slows down as it gets
+// warm.
+int Candidates::fastest_of(const std::vector<int>& equal, const MatmulOperands& o) const {
+    if (equal.size() == 1)
+        return equal[0];
+
+    std::vector<std::array<float, kTimings>> times(equal.size());
+    for (int timing = 0; timing < kTimings; timing++)
+        for (size_t e = 0; e < equal.size(); e++)
+            times[e][timing] = milliseconds(equal[e], o);
+
+    for (auto& t : times)
+        std::sort(t.begin(), t.end());
+    const auto fastest = std::min_element(times.begin(), times.end(),
+                                          [](auto& a, auto& b) { return a[kMedian] < b[kMedian]; });
+    return equal[fastest - times.begin()];
+}
+
+void fill_adversarial_operands(const Cuda& dev, int set, const MatmulProduct& p, void* a, void* b) {
+    fill_adversarial(dev, a, set,
+                     {.side = AdversarialOperand::kA,
+                      .type = p.in,
+                      .lines = p.rows,
+                      .k = p.k,
+                      .k_inner = p.transpose_a});
+    fill_adversarial(dev, b, set,
+                     {.side = AdversarialOperand::kB,
+                      .type = p.in,
+                      .lines = p.cols,
+                      .k = p.k,
+                      .k_inner = !p.transpose_b});
+}
+
+size_t round_up_to_256(size_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
 }  // namespace
 
 void fill_adversarial(const Cuda& dev, void* x, int set, const AdversarialOperand& operand) {
     const auto launch = [&](auto* x) {
-        const bool second = operand.side == AdversarialOperand::kB;
-        adversarial_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(
-            x, operand.lines, operand.k, operand.k_inner, set, second);
+        const bool is_b = operand.side == AdversarialOperand::kB;
+        adversarial_kernel<<<kBlocksPerSM * dev.num_sms, kThreads, 0, dev.stream>>>(
+            x, operand.lines, operand.k, operand.k_inner, set, is_b);
     };
     if (operand.type == DType::bf16)
         launch(static_cast<bf16*>(x));
@@ -88,98 +192,46 @@ void fill_adversarial(const Cuda& dev, void* x, int set, const AdversarialOperan
 
 AutotuneResult autotune(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o, int count,
                         const RunAlgorithm& run) {
-    AutotuneResult result = {0, {0}};
+    const AutotuneResult first_wins = {.fastest = 0, .equal = {0}};
+    const Candidates candidates = {.dev = dev, .product = p, .run = run};
     if (count == 1 || 2. * p.rows * p.cols * p.k < kAutotuneFlops)
-        return result;
-    for (const void* x : {o.a, o.b, static_cast<const void*>(o.d), static_cast<const void*>(o.pre)})
-        if (reinterpret_cast<uintptr_t>(x) % 4)
-            return result;  // checksums read words
-    const size_t a_bytes = p.rows * p.k * size_of(p.in);
-    const size_t b_bytes = p.k * p.cols * size_of(p.in);
-    const size_t d_bytes = p.rows * p.cols * size_of(p.out);
-    const size_t pre_bytes = p.rows * p.cols * size_of(p.in);
-    const auto sum = [&](const void* x, size_t bytes) {
-        return checksum(dev, dev.workspace, x, bytes);
-    };
-    if (!sum(o.a, a_bytes) || !sum(o.b, b_bytes))
-        return result;
+        return first_wins;
+    if (!candidates.can_be_compared(o))
+        return first_wins;
 
-    // The memory holds adversarial A and B, and also D if the call's own D holds what the product
-    // is added to.
-    const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
-    const bool in_place = p.accumulate && !o.c;
-    const size_t b_at = aligned(a_bytes);
-    const size_t d_at = b_at + aligned(b_bytes);
-    const size_t bytes = d_at + (in_place ? d_bytes : 0);
+    // The memory holds adversarial A and B. It also holds D if the product adds to what is in the
+    // call's own D, which must not change.
+    const bool own_d_is_input = p.accumulate && !o.c;
+    const size_t b_offset = round_up_to_256(candidates.a_bytes());
+    const size_t d_offset = b_offset + round_up_to_256(candidates.b_bytes());
+    const size_t bytes = d_offset + (own_d_is_input ? candidates.d_bytes() : 0);
     if (dev.free_bytes() < 2 * bytes)
-        return result;
+        return first_wins;
     char* memory;
     try {
         memory = static_cast<char*>(dev.alloc(bytes));
     } catch (const OutOfMemory&) {
-        return result;
+        return first_wins;
     }
+
     MatmulOperands own = o;
-    if (in_place)
-        own.d = memory + d_at;
+    if (own_d_is_input)
+        own.d = memory + d_offset;
     MatmulOperands adversarial = own;
-    // the same in every process
     adversarial.a = memory;
-    adversarial.b = memory + b_at;
+    adversarial.b = memory + b_offset;
     adversarial.c = nullptr;
 
-    // What algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those
-    // that split K may add D before their parts or behind them.
-    const auto outcome = [&](int i, const MatmulOperands& x) {
-        const auto product = [&](bool accumulate) {
-            Outcome made;
-            made.ran = run(i, x, accumulate);
-            made.d = sum(x.d, d_bytes);
-            if (x.pre)
-                made.pre = sum(x.pre, pre_bytes);
-            return made;
-        };
-        dev.zero(x.d, d_bytes);  // nobody is judged by what another left there
-        const Outcome written = product(false);
-        const Outcome added = product(true);
-        return Outcomes{.written = written, .added = added};
-    };
-    std::vector<int>& equal = result.equal;
-    for (int i = 1; i < count; i++)
-        equal.push_back(i);
-    for (int set = 0; set <= kAdversarialSets && equal.size() > 1; set++) {
-        const bool adversarial_set = set < kAdversarialSets;
-        if (adversarial_set) {
-            fill_adversarial(dev, memory, set,
-                             {.side = AdversarialOperand::kA,
-                              .type = p.in,
-                              .lines = p.rows,
-                              .k = p.k,
-                              .k_inner = p.transpose_a});
-            fill_adversarial(dev, memory + b_at, set,
-                             {.side = AdversarialOperand::kB,
-                              .type = p.in,
-                              .lines = p.cols,
-                              .k = p.k,
-                              .k_inner = !p.transpose_b});
-        }
-        const MatmulOperands& x = adversarial_set ? adversarial : own;
-        const Outcomes expected = outcome(0, x);
-        equal.erase(std::remove_if(equal.begin() + 1, equal.end(),
-                                   [&](int i) { return outcome(i, x) != expected; }),
-                    equal.end());
+    std::vector<int> equal(count);
+    std::iota(equal.begin(), equal.end(), 0);
+    for (int set = 0; set < kAdversarialSets && equal.size() > 1; set++) {
+        fill_adversarial_operands(dev, set, p, memory, memory + b_offset);
+        candidates.keep_equal(equal, adversarial);
     }
-    // They take turns, because the GPU slows down while it gets warm. The median of a candidate's
-    // times counts.
-    std::vector<std::array<float, kRounds>> times(equal.size());
-    for (int round = 0; round < kRounds && equal.size() > 1; round++)
-        for (size_t k = 0; k < equal.size(); k++)
-            times[k][round] = time_of(dev, [&] { run(equal[k], own, p.accumulate); });
-    for (auto& t : times)
-        std::sort(t.begin(), t.end());
-    const auto fastest = std::min_element(times.begin(), times.end(),
-                                          [](auto& a, auto& b) { return a[kMedian] < b[kMedian]; });
-    result.fastest = equal[fastest - times.begin()];
+    if (equal.size() > 1)
+        candidates.keep_equal(equal, own);
+
+    const int fastest = candidates.fastest_of(equal, own);
     dev.free(memory);
-    return result;
+    return {.fastest = fastest, .equal = equal};
 }

@@ -111,7 +111,7 @@ int partial_rows(size_t N, int epilogue_warps) {
 
 }  // namespace
 
-bool matmul_sm90_takes(const Cuda& dev, const Sm90Product& product) {
+bool matmul_sm90_supports(const Cuda& dev, const Sm90Product& product) {
     return dev.sm90a && product.K % kChunk == 0 && product.OC % kColumns == 0;
 }
 

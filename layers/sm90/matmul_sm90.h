@@ -1,5 +1,5 @@
 // Our own matmuls for Hopper, with the activation f or softmax in the same kernel
-// (matmul_block.cuh). Those with f need matmul_sm90_takes() to be true, and
+// (matmul_block.cuh). Those with f need matmul_sm90_supports() to be true, and
 // matmul_sm90_exponentials needs Cuda::sm90a. All pointers are aligned to 16 bytes.
 #pragma once
 #include "cuda/cuda.h"
@@ -10,7 +10,7 @@ struct Sm90Product {
     int K = 0;
     int OC = 0;
 };
-bool matmul_sm90_takes(const Cuda& dev, const Sm90Product& product);
+bool matmul_sm90_supports(const Cuda& dev, const Sm90Product& product);
 
 // Writes pre (N,OC) = inp (N,K)·weight (OC,K)ᵀ + bias, out = f(pre).
 struct Sm90ForwardOperands {
