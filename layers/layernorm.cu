@@ -331,7 +331,8 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
 
     // Turn n: load mean and rstd of turn n + 1 · wait for the row · sums over the row, dweight and
     // dbias · dinp and dinp_sum · fetch turn n + 2.
-    PipelineState<kRowStages> state;
+    uint32_t phase = 0;
+    int stage = 0;
     for (; turn < N; turn += stride) {
         const size_t row = row_of_turn(turn, N);
         float next_m = 0.f;
@@ -341,8 +342,8 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             next_s = rstd[row - stride];
         }
 
-        const bf16* const stage_smem = ring + state.index * kRows * C + lane * V;
-        mbarrier_wait(smem_address(&full_smem[warp][state.index]), state.phase);
+        const bf16* const stage_smem = ring + stage * kRows * C + lane * V;
+        mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
 
         float sum_g = 0.f;
         float sum_gn = 0.f;
@@ -388,10 +389,14 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
         }
 
         __syncwarp();  // all lanes have read the stage
-        fetch(turn + kRowStages * stride, state.index);
+        fetch(turn + kRowStages * stride, stage);
         m = next_m;
         s = next_s;
-        state.advance();
+        stage++;
+        if (stage == kRowStages) {
+            stage = 0;
+            phase ^= 1;
+        }
     }
 
     // Adds the warps' sums in order.

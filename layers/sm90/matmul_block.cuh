@@ -12,30 +12,31 @@
 //
 // f is the MLP's activation, GELU (cuda/activation.cuh).
 //
-// GPT-2's K is short (768) and these products are wide (3072, 50304), so what follows a tile's
-// product is much of the work. A GELU kernel of its own reads and writes (N, 3072) twice more. In
-// its epilogue cuBLASLt has GELU at 70 % of its rate, and GELU's derivative only in slow
-// algorithms. A softmax of its own reads and writes (N, 50304).
+// GPT-2's K is short (768) and these products are wide (3072, 50304), so much of the work is what
+// follows the product of a tile. A separate GELU kernel would read and write (N, 3072) twice more,
+// and a separate softmax (N, 50304). cuBLASLt has GELU in its epilogue at 70 % of its usual rate,
+// and GELU's derivative only in slow algorithms.
 //
-// Here two kinds of warps share the work on a tile. The MMA warps multiply, leave the tile in
-// shared memory as bf16 and begin the next one. The epilogue warps finish it, a row at a time, 16
-// bytes a lane, while the tensor cores work.
+// Here two kinds of warps share the work on a tile. The MMA warps multiply, store the tile to
+// shared memory as bf16, and start on the next one. The epilogue warps finish the stored tile, a
+// row at a time, 16 bytes per lane, while the tensor cores work.
 //
 //   8 MMA warps              tile i: K in chunks of 64 │ to D │ tile i + 1: … │ to D │ …
 //   3 epilogue warps, or 7   tile i − 1                       │ tile i: f, to memory │ tile i + 1 …
 //   1 producer               TMA, three chunks ahead
 //
-// A block's tile is 128 × 256. Each of two warpgroups has 64 rows, which is 128 accumulators a
-// thread. Three warpgroups leave a thread 168 registers, and m64n256k16 wants 154. Backward's
-// epilogue has twice the work. If K is short, that takes longer than the products, and a fourth
-// warpgroup helps. Then ptxas allows an instruction 128 registers, an equal share, whatever
-// setmaxnreg gives. So two m64n128k16 multiply, which read A twice and take longer.
+// A block's tile is 128 × 256. Two warpgroups multiply 64 rows each, which takes 128 accumulators
+// per thread. With three warpgroups in a block, a thread has 168 registers, and m64n256k16 needs
+// 154. Backward's epilogue has twice the work. If K is short, it takes longer than the products,
+// and a fourth warpgroup helps. But then ptxas allows an instruction only 128 registers, an equal
+// share, whatever setmaxnreg gives; so two m64n128k16 do the product, which read A twice and take
+// longer.
 //
-// Two blocks are a cluster. Their tiles lie one below the other and share B. Each block loads half
-// of B and sends it to both. A cluster takes all columns before its next rows, so A is read from
-// memory once, and B stays in L2. For the exponentials B is larger than L2. There a cluster takes
-// kBand pairs of tiles before its next columns. Their rows of A stay in L2, and B is read from
-// memory once a band.
+// Two blocks form a cluster. Their tiles are one below the other and share B: each block loads half
+// of B and sends it to both. A cluster handles all columns before its next rows, so that A is read
+// from memory once and B stays in L2. For the exponentials, B is larger than L2. There, the columns
+// of tiles are walked in bands of kBand pairs of tiles: the band's rows of A stay in L2, and B is
+// read from memory once per band.
 //
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
@@ -44,8 +45,9 @@
 //                                          transposed by wgmma
 //   sums     registers                     accumulator of m64n256k16, or two of m64n128k16
 //   D        shared memory, 128 rows       rows of 512 bytes, 16-byte piece c of row r at
-//                                          c ^ (r % 8). Exponents of 2 are there in fp16, which is
-//                                          exacter than bf16 and has range enough
+//                                          c ^ (r % 8). For the exponentials D holds exponents of
+//                                          2, in fp16, which is more precise than bf16 and has
+//                                          enough range
 //
 //   barrier     who arrives                           who waits
 //   full[3]     the producer; bytes: A, halves of B   the MMA warps
@@ -53,14 +55,15 @@
 //   d_full[2]   4 MMA warps: their 64 rows of D       the epilogue warps
 //   d_empty[8]  two epilogue warps, 8 rows each       the MMA warp of these rows, a tile later
 //
-// A backward thread keeps its column sums for a tile. Each warp then writes its own as a row of
-// partials, and add_partials adds the rows in order. The result is deterministic for a given number
-// of clusters, because that number decides which warp takes which turn. What bounds the kernel and
-// what was tried stand in attention/EXPERIMENTS.md.
+// An epilogue warp handles slices of 8 rows, one after another. Backward, a thread keeps the sums
+// of its columns for the length of a tile. Then each warp writes its own as a row of partials, and
+// add_partials adds the rows in order. The result is deterministic for a given number of clusters,
+// because that number decides which warp gets which slice. attention/EXPERIMENTS.md says what
+// bounds the kernel and what was tried.
 //
 // Writes: pre, out, dpre, sums, every element.  Adds into: dpre_sum.
-// Limits: K is a multiple of 64, and OC of 256, or of 8 for exponentials. Pointers are aligned to
-// 16 bytes. Any N.
+// Limits: K must be a multiple of 64, and OC of 256, or of 8 for exponentials. Pointers must be
+// aligned to 16 bytes. Any N.
 // Run: ./dev/bench_train --breakdown
 #pragma once
 #include <cuda_fp16.h>
@@ -70,167 +73,229 @@
 #include "cuda/vector.cuh"
 #include "layers/sm90/matmul_sm90.h"
 
-// elsewhere the kernel is empty, and what only it uses counts as "never referenced"
+// For other architectures the kernel is empty, and what only it uses is "never referenced".
 #pragma nv_diag_suppress 177
 
 namespace {
 
 constexpr int kCluster = 2;  // blocks
-// a block's tile, and the step along K
-constexpr int kRows = 128, kColumns = kSm90Columns, kChunk = 64;
-constexpr int kStages = 3;  // as many as fit
-// kGroups warpgroups multiply
-constexpr int kMmaWarps = 8, kGroupWarps = 4, kGroups = kMmaWarps / kGroupWarps;
-constexpr int kBand = 16;  // pairs of tiles, 4096 rows, exponentials
-// rows that an epilogue warp takes at a time
-constexpr int kTurn = 8, kTurns = kRows / kTurn;
-constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // of four warpgroups
-// epilogue warps, of three or four warpgroups
-constexpr int kFew = 3, kMany = 7;
-// Shared memory holds the stages of A and B, D and the barriers, 208 KB.
-constexpr int kABytes = kRows * kChunk * 2, kBBytes = kColumns * kChunk * 2,
-              kStageBytes = kABytes + kBBytes;
-constexpr int kDRowBytes = kColumns * 2, kOffsetD = kStages * kStageBytes;
-constexpr int kOffsetBarriers = kOffsetD + kRows * kDRowBytes;
-constexpr int kSmem = kOffsetBarriers + (2 * kStages + kGroups + kMmaWarps) * 8;
-static_assert(kSmem <= 227 * 1024);
+
+// A block's tile, and how far a stage reaches along K.
+constexpr int kRows = 128;
+constexpr int kColumns = kSm90Columns;
+constexpr int kChunk = 64;
+constexpr int kStages = 3;  // as many as fit in shared memory
+
+constexpr int kMmaWarps = 8;
+constexpr int kGroupWarps = 4;  // warps in a warpgroup
+constexpr int kGroups = kMmaWarps / kGroupWarps;
+constexpr int kGroupRows = kRows / kGroups;
+constexpr int kMmaWarpRows = kRows / kMmaWarps;
+
+// A block can have this many epilogue warps, so that it has three or four warpgroups.
+constexpr int kFew = 3;
+constexpr int kMany = 7;
+// Registers of an MMA thread and of the others, if there are four warpgroups.
+constexpr int kMmaRegisters = 160;
+constexpr int kOtherRegisters = 96;
+// Rows that an epilogue warp finishes at a time.
+constexpr int kSliceRows = 8;
+constexpr int kSlices = kRows / kSliceRows;
+
+constexpr int kBand = 16;  // exponentials: pairs of tiles in a band, 4096 rows
+
+// A block's shared memory, 208 KB.
+struct SharedMemory {
+    struct Stage {
+        bf16 a[kRows * kChunk];
+        bf16 b[kColumns * kChunk];
+    };
+    Stage stages[kStages];
+    bf16 d[kRows * kColumns];
+
+    // mbarriers
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
+    uint64_t d_full[kGroups];
+    uint64_t d_empty[kMmaWarps];
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024);
+static_assert(sizeof(SharedMemory::Stage) % 1024 == 0 && sizeof(SharedMemory::Stage::a) % 1024 == 0,
+              "atoms of the 128-byte swizzle must be aligned to 1024 bytes");
+constexpr int kStageBytes = sizeof(SharedMemory::Stage);
+constexpr int kABytes = sizeof(SharedMemory::Stage::a);
+constexpr int kBBytes = sizeof(SharedMemory::Stage::b);
+constexpr int kDRowBytes = kColumns * static_cast<int>(sizeof(bf16));
+constexpr int kOffsetD = offsetof(SharedMemory, d);
 
 enum class Mode { forward, backward, backward_recompute, exponentials };
 
+// A work item is a pair of tiles, one below the other, which a cluster computes at a time.
 struct Problem {
-    int N, OC, chunks;
-    // tiles beside each other, and pairs of tiles, which a cluster takes one at a time
-    int columns, items;
+    int N;
+    int OC;
+    int chunks;        // of K
+    int tile_columns;  // how many tiles are next to each other
+    int work_items;
     const bf16* bias;    // forward
     const bf16* pre_in;  // backward
-    bf16 *pre, *out, *dpre;
-    // backward's column sums (tiles below each other, kEpilogueWarps, OC), or row sums (columns, N)
+    bf16* pre;
+    bf16* out;
+    bf16* dpre;
+    // Backward: sums of columns (tiles below each other, kEpilogueWarps, OC). Exponentials: sums of
+    // rows (tile_columns, N).
     float* partials;
-    // Exponentials, which are written if out is not null
-    int pairs;            // of tiles below each other
-    int V;                // padding begins at this column
+    // For exponentials, which are written if out is not null:
+    int pairs;            // how many pairs of tiles are below each other
+    int V;                // padding starts at this column
     const float* shifts;  // (N), times log2 e
     const int* targets;   // (N)
 };
 
-// What a block's warps share, and what each kind of them does. backward_recompute also writes out.
+// What the warps of a block share, and what each kind of them does. backward_recompute is backward
+// that also writes out.
 template <Mode mode, int kEpilogueWarps>
 struct Block {
-    static constexpr bool Backward = mode == Mode::backward || mode == Mode::backward_recompute;
-    static constexpr bool Exponentials = mode == Mode::exponentials;
+    static constexpr bool kBackward = mode == Mode::backward || mode == Mode::backward_recompute;
+    static constexpr bool kExponentials = mode == Mode::exponentials;
     static constexpr int kThreads = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
     static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;  // instructions for the columns
-    static constexpr int kPart = kColumns / 8 / kParts;
-    static constexpr int kAtOnce = Backward ? 2 : 4;  // rows whose arithmetic is interleaved
+    static constexpr int kPartTiles = kColumns / 8 / kParts;        // 8 columns each
+    static constexpr int kRowsAtOnce = kBackward ? 2 : 4;  // rows whose arithmetic is interleaved
     // d_full has one phase per tile, and an epilogue warp must not miss one.
-    static_assert(kEpilogueWarps <= kTurns / kGroups);
+    static_assert(kEpilogueWarps <= kSlices / kGroups);
 
-    const CUtensorMap &a_map, &b_map;
+    using Accumulators = float[kParts][kPartTiles][4];
+
+    const CUtensorMap& a_map;
+    const CUtensorMap& b_map;
     const Problem& p;
-    unsigned char* smem;
+    unsigned char* smem;  // SharedMemory
     uint32_t base = smem_address(smem);
-    int rank = blockIdx.x % kCluster;   // in the cluster
-    int first = blockIdx.x / kCluster;  // the cluster's first item
+    int rank = blockIdx.x % kCluster;        // in the cluster
+    int first_item = blockIdx.x / kCluster;  // of the cluster
     int clusters = gridDim.x / kCluster;
 
+    // Addresses in shared memory.
     __device__ uint32_t a_smem(int stage) const { return base + stage * kStageBytes; }
     __device__ uint32_t b_smem(int stage) const { return base + stage * kStageBytes + kABytes; }
-    __device__ uint32_t barrier(int i) const { return base + kOffsetBarriers + i * 8; }
-    __device__ uint32_t full(int stage) const { return barrier(stage); }
-    __device__ uint32_t empty(int stage) const { return barrier(kStages + stage); }
-    __device__ uint32_t d_full(int group) const { return barrier(2 * kStages + group); }
-    __device__ uint32_t d_empty(int mma_warp) const {
-        return barrier(2 * kStages + kGroups + mma_warp);
+    __device__ uint32_t barrier(size_t offset, int i) const {
+        return base + static_cast<int>(offset) + i * static_cast<int>(sizeof(uint64_t));
     }
+    __device__ uint32_t full(int stage) const {
+        return barrier(offsetof(SharedMemory, full), stage);
+    }
+    __device__ uint32_t empty(int stage) const {
+        return barrier(offsetof(SharedMemory, empty), stage);
+    }
+    __device__ uint32_t d_full(int group) const {
+        return barrier(offsetof(SharedMemory, d_full), group);
+    }
+    __device__ uint32_t d_empty(int mma_warp) const {
+        return barrier(offsetof(SharedMemory, d_empty), mma_warp);
+    }
+
+    // begin ≤ x < begin + size, in one comparison: a negative difference wraps to a large number.
+    __device__ static bool is_in_range(int x, int begin, unsigned size) {
+        return static_cast<unsigned>(x - begin) < size;
+    }
+
+    // Where a work item's tiles are: a pair of tiles below each other, and a column of tiles.
     struct TileIndex {
-        int pair;    // of tiles below each other
-        int column;  // of tiles
+        int pair;
+        int column;
     };
     __device__ TileIndex tile_index(int item) const {
-        if constexpr (!Exponentials)
-            return {.pair = item / p.columns, .column = item % p.columns};
-        const int band = item / (kBand * p.columns);
-        const int pairs = min(kBand, p.pairs - band * kBand);
-        const int i = item - band * kBand * p.columns;
+        if constexpr (!kExponentials)
+            return {.pair = item / p.tile_columns, .column = item % p.tile_columns};
+        const int band = item / (kBand * p.tile_columns);
+        const int pairs = min(kBand, p.pairs - band * kBand);  // in this band
+        const int i = item - band * kBand * p.tile_columns;
         return {.pair = band * kBand + i % pairs, .column = i / pairs};
     }
+
+    // The first row and column of this block's tile.
     __device__ int row_of(int item) const {
         return (tile_index(item).pair * kCluster + rank) * kRows;
     }
     __device__ int column_of(int item) const { return tile_index(item).column * kColumns; }
 
     __device__ void init_barriers() const {
+        constexpr int kProducer = 1;
+        constexpr int kSlicesOfWarp = kMmaWarpRows / kSliceRows;
         for (int i = 0; i < kStages; i++) {
-            mbarrier_init(full(i), 1);
+            mbarrier_init(full(i), kProducer);
             mbarrier_init(empty(i), kCluster * kMmaWarps);
         }
         for (int i = 0; i < kGroups; i++)
             mbarrier_init(d_full(i), kGroupWarps);
         for (int i = 0; i < kMmaWarps; i++)
-            mbarrier_init(d_empty(i), kRows / kMmaWarps / kTurn);
+            mbarrier_init(d_empty(i), kSlicesOfWarp);
         fence_mbarrier_init();
     }
 
+    // ---------------------------------------------------------------------------------------------
+    // The producer, one thread
+
+    // Loads this block's rows of A, and its half of the columns of B for both blocks.
     __device__ __forceinline__ void producer() const {
-        constexpr uint16_t kBoth = (1 << kCluster) - 1;
+        constexpr uint16_t kBothBlocks = (1 << kCluster) - 1;
         constexpr int kHalf = kColumns / kCluster;
-        const int mine = rank * kHalf;  // the first column of this block's half of B
-        PipelineState<kStages> at;
-        for (int item = first; item < p.items; item += clusters) {
+        const int mine = rank * kHalf;  // the first of this block's columns
+
+        PipelineState<kStages> state;
+        // Chunk: wait until the MMA warps of both blocks have released the stage · load A and B
+        for (int item = first_item; item < p.work_items; item += clusters) {
             const int row = row_of(item);
             const int column = column_of(item);
-            for (int k = 0; k < p.chunks; k++, ++at) {
-                const uint32_t barrier = full(at.index);
-                const uint32_t b = b_smem(at.index);
-                mbarrier_wait(empty(at.index), at.phase ^ 1);
+            for (int k = 0; k < p.chunks; k++, ++state) {
+                const uint32_t barrier = full(state.index);
+                const uint32_t b = b_smem(state.index);
+                mbarrier_wait(empty(state.index), state.phase ^ 1);
+
                 mbarrier_arrive_expect(barrier, kStageBytes);
-                tma_load_4d(a_smem(at.index), &a_map, barrier, 0, k, row, 0);
-                if constexpr (Backward) {
+                tma_load_4d(a_smem(state.index), &a_map, barrier, 0, k, row, 0);
+                if constexpr (kBackward) {
                     for (int c = 0; c < kHalf; c += 64)
                         tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
-                                              (column + mine + c) / 64, k * kChunk, 0, kBoth);
+                                              (column + mine + c) / 64, k * kChunk, 0, kBothBlocks);
                 } else {
                     tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k,
-                                          column + mine, 0, kBoth);
+                                          column + mine, 0, kBothBlocks);
                 }
             }
         }
     }
 
-    // Multiplies, and leaves each tile in shared memory, rounded.
+    // ---------------------------------------------------------------------------------------------
+    // The MMA warps
+
+    // Multiplies, and stores each tile to shared memory, rounded.
     __device__ __forceinline__ void mma_warp(int warp, int lane) const {
-        auto release = [&](int stage) {  // lanes 0 and 1 each tell one block's producer
+        const auto release = [&](int stage) {  // lanes 0 and 1 each tell one block's producer
             if (lane < kCluster)
                 mbarrier_arrive_cluster(empty(stage), lane);
         };
-        PipelineState<kStages> at;
+
+        PipelineState<kStages> state;
         uint32_t d_phase = 1;
-        for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
-            float d[kParts][kPart][4];
+        // Tile: for each chunk (wait for it · start its products · release the one before)
+        //       · release the last chunk · wait until D is empty · store D · tell the epilogue
+        for (int item = first_item; item < p.work_items; item += clusters) {
+            Accumulators d;
             float shift[2];
             int previous = 0;
-            for (int k = 0; k < p.chunks; k++, ++at) {
-                mbarrier_wait(full(at.index), at.phase);
-                const uint64_t a =
-                    wgmma_descriptor(a_smem(at.index) + warp / kGroupWarps * 64 * kChunk * 2);
-                const uint64_t b =
-                    wgmma_descriptor(b_smem(at.index), Backward ? 64 * kChunk * 2 : 16);
-                wgmma_fence();
-                for (int kk = 0; kk < kChunk / 16; kk++)
-                    for (int h = 0; h < kParts; h++)
-                        wgmma_ss<false, Backward>(
-                            d[h], wgmma_advance(a, kk * 32),
-                            wgmma_advance(b,
-                                          h * kBBytes / kParts + kk * (Backward ? 16 * 128 : 32)),
-                            k > 0 || kk > 0);
-                wgmma_commit();
+            for (int k = 0; k < p.chunks; k++, ++state) {
+                mbarrier_wait(full(state.index), state.phase);
+                start_products(d, warp, state.index, k);
                 if (k > 0) {
                     wgmma_wait<1>();
                     release(previous);
                 }
-                previous = at.index;
+                previous = state.index;
             }
-            if constexpr (Exponentials)  // the last chunk's products are still on the way
+
+            if constexpr (kExponentials)  // while the last chunk's products are still under way
                 for (int i = 0; i < 2; i++)
                     shift[i] = p.shifts[min(row_of(item) + warp * 16 + i * 8 + lane / 4, p.N - 1)];
             wgmma_wait<0>();
@@ -238,172 +303,237 @@ struct Block {
                 wgmma_hold(d[h]);
             release(previous);
 
-            const bf16* bias = p.bias + column_of(item) + lane % 4 * 2;
-            const uint32_t d_row = base + kOffsetD + (warp * 16 + lane % 16) * kDRowBytes;
+            const bf16* bias = p.bias + column_of(item) + (lane % 4) * 2;
+            const uint32_t d_row = base + kOffsetD + (warp * kMmaWarpRows + lane % 16) * kDRowBytes;
             mbarrier_wait(d_empty(warp), d_phase);
-            for (int n = 0; n < kColumns / 8; n += 2) {
-                uint32_t packed[4];
-                for (int i = 0; i < 4; i++) {
-                    const float* pair = d[n / kPart][n % kPart + i / 2] + i % 2 * 2;
-                    float left = pair[0];
-                    float right = pair[1];
-                    if constexpr (mode == Mode::forward) {
-                        const auto b = load<2>(bias + 8 * (n + i / 2));
-                        left += b[0];
-                        right += b[1];
-                    }
-                    packed[i] = Exponentials ? pack_f16(fmaf(left, kLog2e, -shift[i % 2]),
-                                                        fmaf(right, kLog2e, -shift[i % 2]))
-                                             : pack_bf16(left, right);
-                }
-                stmatrix_x4(d_row + (((n + lane / 16) ^ lane % 8) << 4), packed);
-            }
+            store_d(d_row, d, bias, shift, lane);
             __syncwarp();
             if (lane == 0)
                 mbarrier_arrive(d_full(warp / kGroupWarps));
+            d_phase ^= 1;
         }
     }
 
-    // Writes the results of eight elements of a row, if the row is `inside` of N. Backward also has
-    // their x of pre, and adds to the column sums.
-    __device__ __forceinline__ void finish(const Vec<bf16, 8>& d, const Vec<bf16, 8>& x,
-                                           Vec<float, 8>& sum, bool inside, size_t at) const {
+    // Starts the products of chunk k: d = A·B for a tile's first chunk, d += A·B for the others.
+    __device__ __forceinline__ void start_products(Accumulators& d, int warp, int stage,
+                                                   int k) const {
+        constexpr int kStepA = 32;  // bytes of a k-step of 16
+        constexpr int kStepB = kBackward ? 16 * 128 : 32;
+        constexpr uint32_t kNext64 = kBackward ? 64 * kChunk * 2 : 16;
+        const int group_row = warp / kGroupWarps * kGroupRows;
+        const uint64_t a = wgmma_descriptor(a_smem(stage) + group_row * kChunk * 2);
+        const uint64_t b = wgmma_descriptor(b_smem(stage), kNext64);
+
+        wgmma_fence();
+        for (int kk = 0; kk < kChunk / 16; kk++) {
+            const bool accumulate = k > 0 || kk > 0;
+            const uint64_t a_step = wgmma_advance(a, kk * kStepA);
+            for (int h = 0; h < kParts; h++) {
+                const uint64_t b_step = wgmma_advance(b, h * (kBBytes / kParts) + kk * kStepB);
+                wgmma_ss<false, kBackward>(d[h], a_step, b_step, accumulate);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // Rounds the accumulators and stores them to D, whose row of this lane is d_row. Forward adds
+    // the bias, exponentials subtract the shift.
+    __device__ __forceinline__ void store_d(uint32_t d_row, const Accumulators& d, const bf16* bias,
+                                            const float (&shift)[2], int lane) const {
+        for (int n = 0; n < kColumns / 8; n += 2) {
+            // Two 16 × 8 tiles of accumulators, the upper and the lower half of each.
+            uint32_t packed[4];
+            for (int i = 0; i < 4; i++) {
+                const int tile = n + i / 2;
+                const float* pair = &d[tile / kPartTiles][tile % kPartTiles][2 * (i % 2)];
+                float left = pair[0];
+                float right = pair[1];
+                if constexpr (mode == Mode::forward) {
+                    const auto b = load<2>(bias + 8 * tile);
+                    left += b[0];
+                    right += b[1];
+                }
+                packed[i] = kExponentials ? pack_f16(fmaf(left, kLog2e, -shift[i % 2]),
+                                                     fmaf(right, kLog2e, -shift[i % 2]))
+                                          : pack_bf16(left, right);
+            }
+            const int piece = (n + lane / 16) ^ (lane % 8);
+            stmatrix_x4(d_row + (piece << 4), packed);
+        }
+    }
+
+    // ---------------------------------------------------------------------------------------------
+    // The epilogue warps
+
+    // Finishes eight elements d of a row, and writes the results if the row is `inside` of N.
+    // Backward needs their pre as well, and adds to the sums of columns.
+    __device__ __forceinline__ void finish_activation(const Vec<bf16, 8>& d,
+                                                      const Vec<bf16, 8>& pre, Vec<float, 8>& sum,
+                                                      bool inside, size_t at) const {
         Vec<float, 8> y;
         Vec<float, 8> dx;
         for (int k = 0; k < 8; k++) {
-            const Activation f(Backward ? x[k] : d[k]);
+            const Activation f(kBackward ? pre[k] : d[k]);
             y.x[k] = f.value();
             dx.x[k] = d[k] * f.derivative();
         }
-        const Vec<bf16, 8> stored = Backward ? round_to<bf16>(dx) : d;
+
+        const Vec<bf16, 8> stored = kBackward ? round_to<bf16>(dx) : d;
         for (int k = 0; k < 8; k++)
             sum.x[k] += stored[k];  // 0 beyond N, where A is 0
-        store_16_if(inside, (Backward ? p.dpre : p.pre) + at, stored);
+        store_16_if(inside, (kBackward ? p.dpre : p.pre) + at, stored);
         if (mode != Mode::backward)
             store_16_if(inside, p.out + at, round_to<bf16>(y));
     }
 
-    // Writes 2^z of eight elements of a row if `inside`. Unless All are wanted it writes 0 where
-    // `wanted` lacks a bit. Returns their sum.
-    template <bool All>
-    __device__ __forceinline__ float raise(const Vec<__half, 8>& z, uint32_t wanted, bool inside,
-                                           size_t at) const {
+    // Finishes eight exponents z of a row: writes 2^z if the row is `inside` of N, and returns the
+    // sum. Elements whose bit of `wanted` is 0 become 0; if kAll, all are wanted.
+    template <bool kAll>
+    __device__ __forceinline__ float finish_exponentials(const Vec<__half, 8>& z, uint32_t wanted,
+                                                         bool inside, size_t at) const {
         Vec<float, 8> e;
         float sum = 0.f;
         for (int k = 0; k < 8; k++) {
-            e.x[k] = All || wanted >> k & 1 ? exp2_approx(z[k]) : 0.f;
+            const bool keep = kAll || ((wanted >> k) & 1) != 0;
+            e.x[k] = keep ? exp2_approx(z[k]) : 0.f;
             sum += e.x[k];
         }
         store_16_if(inside, p.out + at, round_to<bf16>(e));
         return sum;
     }
 
-    // Sums of kTurn numbers over a warp, in a fixed order. Lane i gets the one of number i / 4.
-    __device__ __forceinline__ float sums_over_warp(float (&x)[kTurn], int lane) const {
-        // half of the numbers to the other half
-        for (int n = kTurn / 2, bit = kWarp / 2; n > 0; n /= 2, bit /= 2)
+    // Sums each of kSliceRows numbers over the warp, in a fixed order. Lane i gets the sum of
+    // number i / 4. In each of the first three steps a lane keeps half of its numbers and passes
+    // the others to the lane that keeps those.
+    __device__ __forceinline__ float sums_over_warp(float (&x)[kSliceRows], int lane) const {
+        for (int n = kSliceRows / 2, bit = kWarp / 2; n > 0; n /= 2, bit /= 2) {
+            const bool upper = (lane & bit) != 0;
             for (int i = 0; i < n; i++) {
-                const float mine = lane & bit ? x[i + n] : x[i];
-                const float other = lane & bit ? x[i] : x[i + n];
-                x[i] = mine + __shfl_xor_sync(kFullMask, other, bit);
+                const float kept = upper ? x[i + n] : x[i];
+                const float passed = upper ? x[i] : x[i + n];
+                x[i] = kept + __shfl_xor_sync(kFullMask, passed, bit);
             }
-        for (int bit = kWarp / kTurn / 2; bit > 0; bit /= 2)
+        }
+        for (int bit = kWarp / kSliceRows / 2; bit > 0; bit /= 2)
             x[0] += __shfl_xor_sync(kFullMask, x[0], bit);
         return x[0];
     }
 
+    // This lane's eight columns of a row of pre, or of the last row beyond N.
+    __device__ __forceinline__ Vec<bf16, 8> load_pre(int row, int column, int lane) const {
+        return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column +
+                       lane * 8);
+    }
+
+    // Exponentials: writes the sums of a slice's rows over this tile's columns.
+    __device__ __forceinline__ void write_row_sums(float (&row_sums)[kSliceRows], int lane, int row,
+                                                   int first_column) const {
+        constexpr int kLanesPerRow = kWarp / kSliceRows;
+        const float row_sum = sums_over_warp(row_sums, lane);
+        const int sum_row = row + lane / kLanesPerRow;
+        if (lane % kLanesPerRow == 0 && sum_row < p.N)
+            p.partials[static_cast<size_t>(first_column / kColumns) * p.N + sum_row] = row_sum;
+    }
+
     __device__ __forceinline__ void epilogue_warp(int warp, int lane) const {
-        auto pre_piece = [&](int row, int column) {
-            return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column +
-                           lane * 8);
-        };
-        // of pre. Those of the next turn are on the way as soon as this turn has used its own
-        Vec<bf16, 8> x[kTurn];
-        // The 16 turns of a tile go round 3 (7) warps and on to the next tile. So a warp has 5 or 6
-        // (2 or 3) of each.
-        int turn = warp;
-        if constexpr (Backward) {
-#pragma unroll  // here and below, or x would be in local memory
-            for (int i = 0; i < kTurn; i++)
-                x[i] = pre_piece(row_of(first) + turn * kTurn + i, column_of(first));
+        // Slices are dealt out to the 3 (or 7) warps in turn, across tiles. So a warp has 5 or 6 (2
+        // or 3) of the 16 slices of each tile.
+        int slice = warp;
+        // Backward: this lane's part of the slice's rows. As soon as a row has been used, the same
+        // row of the next slice is loaded.
+        Vec<bf16, 8> pre[kSliceRows];
+        if constexpr (kBackward) {
+#pragma unroll  // here and below, or pre would be in local memory
+            for (int i = 0; i < kSliceRows; i++)
+                pre[i] = load_pre(row_of(first_item) + slice * kSliceRows + i,
+                                  column_of(first_item), lane);
         }
+
         uint32_t d_phase = 0;
-        for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= kTurns) {
+        // Slice: wait for its rows of D · finish them, loading pre for the next slice
+        //        · tell the MMA warp · exponentials: sums of the rows
+        for (int item = first_item; item < p.work_items; item += clusters) {
             const int first_row = row_of(item);
             const int first_column = column_of(item);
             const int column = first_column + lane * 8;
             const uint32_t in_vocabulary = (1u << min(max(p.V - column, 0), 8)) - 1;
-            const int later = min(item + clusters, p.items - 1);
-            const int later_row = row_of(later);
-            const int later_column = column_of(later);
-            // exponentials, whose last tile may reach past OC
+
+            const int next_item = min(item + clusters, p.work_items - 1);
+            const int next_item_row = row_of(next_item);
+            const int next_item_column = column_of(next_item);
+
+            // The last tile of the exponentials may extend past OC.
             const bool write = p.out && column < p.OC;
-            Vec<float, 8> sum = {};
+            Vec<float, 8> sum = {};  // backward: of this warp's rows of the tile
 #pragma unroll 1
-            for (; turn < kTurns; turn += kEpilogueWarps) {
-                const int writer = turn * kTurn / (kRows / kMmaWarps);
-                const int row = first_row + turn * kTurn;
-                const int next_turn = turn + kEpilogueWarps;
-                const int next_row =
-                    (next_turn < kTurns ? first_row : later_row) + next_turn % kTurns * kTurn;
-                const int next_column = next_turn < kTurns ? first_column : later_column;
-                const unsigned char* d_smem = smem + kOffsetD + turn * kTurn * kDRowBytes;
+            for (; slice < kSlices; slice += kEpilogueWarps) {
+                const int writer = slice * kSliceRows / kMmaWarpRows;  // the MMA warp of these rows
+                const int row = first_row + slice * kSliceRows;
+                const int next_slice = slice + kEpilogueWarps;
+                const int next_row = (next_slice < kSlices ? first_row : next_item_row) +
+                                     (next_slice % kSlices) * kSliceRows;
+                const int next_column = next_slice < kSlices ? first_column : next_item_column;
+
+                const unsigned char* d_smem = smem + kOffsetD + slice * kSliceRows * kDRowBytes;
                 const size_t at = static_cast<size_t>(row) * p.OC + column;
-                const int target = Exponentials ? p.targets[min(row + lane % kTurn, p.N - 1)] : 0;
-                float row_sums[kTurn] = {};
+                const int target =
+                    kExponentials ? p.targets[min(row + lane % kSliceRows, p.N - 1)] : 0;
+                float row_sums[kSliceRows] = {};
+
                 mbarrier_wait(d_full(writer / kGroupWarps), d_phase);
-                // In 21 turns of 22 there is neither a target nor padding, and no element needs to
-                // be tested.
-                const bool all_wanted =
-                    Exponentials && first_column + kColumns <= p.V &&
-                    __all_sync(kFullMask, unsigned(target - first_column) >= kColumns);
+
+                // In 21 of 22 slices there is neither a target nor padding, so that no element
+                // needs to be tested.
+                const bool target_in_tile = is_in_range(target, first_column, kColumns);
+                const bool all_wanted = kExponentials && first_column + kColumns <= p.V &&
+                                        __all_sync(kFullMask, !target_in_tile);
 #pragma unroll
-                for (int g = 0; g < kTurn; g += kAtOnce) {
-                    // The branch also keeps the compiler from using all of x at once, when its
-                    // loads have just begun.
+                for (int g = 0; g < kSliceRows; g += kRowsAtOnce) {
+                    // The branch also keeps the compiler from using all of pre at once, when its
+                    // loads have only just started.
                     if (row + g < p.N) {
-                        const auto rows = [&](auto all) {
+                        const auto finish_rows = [&](auto all) {
 #pragma unroll
-                            for (int i = g; i < g + kAtOnce; i++) {
+                            for (int i = g; i < g + kRowsAtOnce; i++) {
                                 const void* piece = d_smem + i * kDRowBytes + ((lane ^ i) << 4);
                                 const size_t to = at + static_cast<size_t>(i) * p.OC;
-                                if constexpr (Exponentials) {
+                                if constexpr (kExponentials) {
+                                    // Wraps to 8 or more if no column of this lane is the target.
                                     const uint32_t k = __shfl_sync(kFullMask, target, i) - column;
-                                    row_sums[i] =
-                                        raise<all>(load<8>(static_cast<const __half*>(piece)),
-                                                   in_vocabulary & ~(k < 8 ? 1u << k : 0u),
-                                                   write && row + i < p.N, to);
+                                    const auto z = load<8>(static_cast<const __half*>(piece));
+                                    const uint32_t target_bit = k < 8 ? 1u << k : 0u;
+                                    const uint32_t wanted = in_vocabulary & ~target_bit;
+                                    row_sums[i] = finish_exponentials<all>(
+                                        z, wanted, write && row + i < p.N, to);
                                 } else {
-                                    finish(load<8>(static_cast<const bf16*>(piece)), x[i], sum,
-                                           row + i < p.N, to);
+                                    finish_activation(load<8>(static_cast<const bf16*>(piece)),
+                                                      pre[i], sum, row + i < p.N, to);
                                 }
                             }
                         };
                         if (all_wanted)
-                            rows(std::true_type());
+                            finish_rows(std::true_type());
                         else
-                            rows(std::false_type());
+                            finish_rows(std::false_type());
                     }
-                    if constexpr (Backward) {
-                        for (int i = g; i < g + kAtOnce; i++)
-                            x[i] = pre_piece(next_row + i, next_column);
+                    if constexpr (kBackward) {
+                        for (int i = g; i < g + kRowsAtOnce; i++)
+                            pre[i] = load_pre(next_row + i, next_column, lane);
                     }
                 }
+
                 __syncwarp();
                 if (lane == 0)
                     mbarrier_arrive(d_empty(writer));
-                if constexpr (Exponentials) {
-                    const float row_sum = sums_over_warp(row_sums, lane);
-                    const int its_row = row + lane / (kWarp / kTurn);
-                    if (lane % (kWarp / kTurn) == 0 && its_row < p.N)
-                        p.partials[static_cast<size_t>(first_column / kColumns) * p.N + its_row] =
-                            row_sum;
-                }
+                if constexpr (kExponentials)
+                    write_row_sums(row_sums, lane, row, first_column);
             }
-            if constexpr (Backward) {
+            if constexpr (kBackward) {
                 const size_t row = static_cast<size_t>(first_row / kRows) * kEpilogueWarps + warp;
                 store(p.partials + row * p.OC + column, sum);
             }
+            d_phase ^= 1;
+            slice -= kSlices;  // this warp's first slice of the next tile
         }
     }
 };

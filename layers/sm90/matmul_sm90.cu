@@ -1,6 +1,8 @@
-// The matmuls of matmul_sm90.h: the kernel whose warps matmul_block.cuh describes, and its launch.
+// The matmuls of matmul_sm90.h: their kernel, whose warps are described in matmul_block.cuh, and
+// its launch.
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "cuda/partials.cuh"
 #include "cuda/tensor_map.h"
@@ -8,7 +10,9 @@
 
 namespace {
 
-constexpr int kLongK = 1024;  // from here on a backward product outlasts its epilogue by few warps
+// From this K on, a backward tile's product takes longer than its epilogue, even if only kFew warps
+// do the epilogue.
+constexpr int kLongK = 1024;
 
 template <Mode mode, int kEpilogueWarps>
 __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
@@ -21,8 +25,9 @@ __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
     if (threadIdx.x == 0)
         block.init_barriers();
     cluster_sync();
-    // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where
-    // they could part.
+
+    // wgmma may not be where a warp's threads could diverge. The shuffle tells the compiler that
+    // they all have the same `warp`.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
     const int lane = threadIdx.x % kWarp;
     if (warp < kMmaWarps) {
@@ -39,7 +44,7 @@ __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
             block.epilogue_warp(warp - kMmaWarps, lane);
         }
     }
-    cluster_sync();  // the other block's arrivals may still be on the way here
+    cluster_sync();  // until then the other block may still arrive at our barriers
 #endif
 }
 
@@ -50,8 +55,10 @@ struct Matrix {
     size_t rows;
     int columns;
 };
-// Describes m for boxes of 64 columns by `box_rows` rows: one sequence, whose tokens are m's rows
-// and whose heads are panels of 64 columns. Coordinates are (0, column / 64, row, 0).
+
+// Describes m for boxes of 64 columns by `box_rows` rows: as one sequence, whose tokens are the
+// rows of m and whose heads are panels of 64 columns. The coordinates of a box are (0, column / 64,
+// row, 0).
 CUtensorMap matrix_map(const char* name, const Matrix& m, int box_rows) {
     const HeadsView<const bf16> panels = {.ptr = m.x,
                                           .batch_stride = m.rows * m.columns,
@@ -61,11 +68,23 @@ CUtensorMap matrix_map(const char* name, const Matrix& m, int box_rows) {
     return tensor_map(name, panels, shape, box_rows);
 }
 
-// The operands of a product as they are in memory: A (N,K), and B (OC,K), or (K,OC) backward.
+// The factors of a product as they are in memory: A (N,K), and B (OC,K), or (K,OC) for backward.
 struct Factors {
     const bf16* a;
     const bf16* b;
 };
+
+// How many clusters the GPU can run at once. The SMs of a cluster must be close to each other, so
+// there may be fewer than half as many clusters as SMs. Asking takes microseconds, so the answers
+// are kept.
+template <class Kernel>
+int max_clusters(const Cuda& dev, Kernel* kernel, const cudaLaunchConfig_t& config) {
+    static std::map<std::pair<Kernel*, int>, int> answers;  // of each kernel and device
+    int& clusters = answers[{kernel, dev.device}];
+    if (clusters == 0)
+        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    return clusters;
+}
 
 template <Mode mode, int kEpilogueWarps = kFew>
 void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors, Problem p) {
@@ -73,18 +92,24 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     const size_t N = product.N;
     const int K = product.K;
     const int OC = product.OC;
-    const CUtensorMap a_map = matrix_map("A", {.x = factors.a, .rows = N, .columns = K}, kRows);
-    const Matrix b = Block::Backward ? Matrix{.x = factors.b, .rows = size_t(K), .columns = OC}
-                                     : Matrix{.x = factors.b, .rows = size_t(OC), .columns = K};
-    const CUtensorMap b_map = matrix_map("B", b, Block::Backward ? kChunk : kColumns / kCluster);
+
+    const Matrix a = {.x = factors.a, .rows = N, .columns = K};
+    const CUtensorMap a_map = matrix_map("A", a, kRows);
+    const Matrix b = Block::kBackward ? Matrix{.x = factors.b, .rows = size_t(K), .columns = OC}
+                                      : Matrix{.x = factors.b, .rows = size_t(OC), .columns = K};
+    const CUtensorMap b_map = matrix_map("B", b, Block::kBackward ? kChunk : kColumns / kCluster);
+
     p.N = static_cast<int>(N);
     p.OC = OC;
     p.chunks = K / kChunk;
-    p.columns = static_cast<int>(ceil_div(OC, kColumns));
+    p.tile_columns = static_cast<int>(ceil_div(OC, kColumns));
     p.pairs = static_cast<int>(ceil_div(N, kRows * kCluster));
-    p.items = p.pairs * p.columns;
+    p.work_items = p.pairs * p.tile_columns;
+
     const auto kernel = matmul_sm90_kernel<mode, kEpilogueWarps>;
+    constexpr int kSmem = sizeof(SharedMemory);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kCluster, 1, 1};
@@ -95,16 +120,12 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     config.stream = dev.stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking
-    // takes microseconds, so the answer is kept.
-    static std::map<int, int> most;  // of each device
-    int& clusters = most[dev.device];
-    if (clusters == 0)
-        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-    config.gridDim = kCluster * std::clamp(clusters, 1, p.items);
+    const int clusters = std::clamp(max_clusters(dev, kernel, config), 1, p.work_items);
+    config.gridDim = kCluster * clusters;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a_map, b_map, static_cast<const Problem&>(p)));
 }
 
+// How many rows of partial sums a backward call writes.
 int partial_rows(size_t N, int epilogue_warps) {
     return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * epilogue_warps;
 }
@@ -119,6 +140,7 @@ void matmul_sm90_activation_forward(const Cuda& dev, const Sm90Product& product,
                                     const Sm90ForwardOperands& o) {
     if (product.N == 0)
         return;
+
     Problem p{};
     p.bias = o.bias;
     p.pre = o.pre;
@@ -134,11 +156,13 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
                                      const Sm90BackwardOperands& o) {
     if (product.N == 0)
         return;
+
     Problem p{};
     p.pre_in = o.pre;
     p.dpre = o.dpre;
     p.out = o.out;
     p.partials = static_cast<float*>(o.scratch);
+
     const auto run = [&](auto epilogue_warps) {
         const auto kind = o.out ? launch<Mode::backward_recompute, epilogue_warps>
                                 : launch<Mode::backward, epilogue_warps>;

@@ -1,10 +1,10 @@
-// Our own matmuls for Hopper, with the activation f or softmax in the same kernel
-// (matmul_block.cuh). Those with f need matmul_sm90_supports() to be true, and
-// matmul_sm90_exponentials needs Cuda::sm90a. All pointers are aligned to 16 bytes.
+// Matmuls for Hopper with the activation f or the exponentials of a softmax in their epilogue
+// (matmul_block.cuh). Those with f require matmul_sm90_supports(), and matmul_sm90_exponentials
+// requires Cuda::sm90a. All pointers must be aligned to 16 bytes.
 #pragma once
 #include "cuda/cuda.h"
 
-// The sizes of a product (N,K)·(K,OC). For backward OC is the number of the layer's inputs.
+// The sizes of a product (N,K)·(K,OC). For backward, OC is the number of the layer's inputs.
 struct Sm90Product {
     size_t N = 0;
     int K = 0;
@@ -39,9 +39,9 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
 size_t matmul_sm90_scratch_bytes(const Sm90Product& product);
 
 // For each row of x = inp (N,K)·weight (OC,K)ᵀ writes exp(x − shift) to out (N,OC), unless out is
-// null, and its sums over each kSm90Columns columns to sums (⌈OC/kSm90Columns⌉,N). shifts (N) are
-// times log2 e. The row's target and columns from V on get 0 and are not in the sums. N ≥ 1, K a
-// multiple of 64, OC of 8.
+// null, and its sums over each kSm90Columns columns to sums (⌈OC/kSm90Columns⌉,N). shifts (N) holds
+// the shifts times log2 e. The row's target and columns from V on get 0 and are not part of the
+// sums. Limits: N ≥ 1, K a multiple of 64, OC a multiple of 8.
 constexpr int kSm90Columns = 256;  // of a block's tile
 struct Sm90ExponentialOperands {
     bf16* out = nullptr;
