@@ -31,66 +31,110 @@ Option* find_option(std::vector<Option>& table, const std::string& name) {
     return nullptr;
 }
 
-// A range has one or more pieces with " or " between them. A piece is a number or "low..high", of
-// which either end may be left out.
+// A range has one or more pieces with " or " between them. A piece is a number or "low..high",
+// either end of which may be missing.
 bool in_range(double value, const std::string& range) {
     for (const std::string& piece : split(range, " or ")) {
         const size_t dots = piece.find("..");
         const std::string low = piece.substr(0, dots);
         const std::string high = dots == std::string::npos ? low : piece.substr(dots + 2);
-        if ((low.empty() || value >= std::stod(low)) && (high.empty() || value <= std::stod(high)))
+        const bool above = low.empty() || value >= std::stod(low);
+        const bool below = high.empty() || value <= std::stod(high);
+        if (above && below)
             return true;
     }
     return false;
 }
 
-void set_value(Option& option, const std::string& text) {
-    const auto check = [&](bool good, const std::string& why) {
-        if (!good)
-            throw UsageError(
-                format("%s: \"%s\" %s", title(option).c_str(), text.c_str(), why.c_str()));
-    };
+// Throws a UsageError, "--batch (-b): "x" is not an integer", unless the value is good.
+void check_value(const Option& option, const std::string& text, bool good,
+                 const std::string& otherwise) {
+    if (!good)
+        throw UsageError(
+            format("%s: \"%s\" %s", title(option).c_str(), text.c_str(), otherwise.c_str()));
+}
+
+// Parses an Int or a Float, and checks its range.
+double number(const Option& option, const std::string& text) {
+    const bool is_int = option.kind == Option::Int;
     const std::string range = option.range;
-    const auto number = [&](bool integer) {
-        char* end = nullptr;
-        errno = 0;
-        const double value = std::strtod(text.c_str(), &end);
-        const bool became_zero = value == 0 ? errno == ERANGE : static_cast<float>(value) == 0;
-        const bool all =
-            !text.empty() && end == text.c_str() + text.size() && !std::isspace(text[0] & 0xFF);
-        const bool digits = text.find_first_not_of("-0123456789") == std::string::npos;
-        check(all && (!integer || digits),
-              integer ? "is not an integer" : "is not a finite number");
-        check(std::isfinite(static_cast<float>(value)), "is not a finite number");
-        check(in_range(value, range) && (!integer || std::fabs(value) <= INT_MAX),
-              "is out of range " + range);
-        check(!became_zero, "is too small: a float would make 0 of it");
-        return value;
-    };
+    char* end = nullptr;
+    errno = 0;
+    const double value = std::strtod(text.c_str(), &end);
+    const bool underflows = value == 0 ? errno == ERANGE : static_cast<float>(value) == 0;
+    const bool is_number =
+        !text.empty() && end == text.c_str() + text.size() && !std::isspace(text[0] & 0xFF);
+    const bool only_digits = text.find_first_not_of("-0123456789") == std::string::npos;
+
+    check_value(option, text, is_number && (only_digits || !is_int),
+                is_int ? "is not an integer" : "is not a finite number");
+    check_value(option, text, std::isfinite(static_cast<float>(value)), "is not a finite number");
+    check_value(option, text, in_range(value, range) && (!is_int || std::fabs(value) <= INT_MAX),
+                "is out of range " + range);
+    check_value(option, text, !underflows, "is too small: a float would make 0 of it");
+    return value;
+}
+
+void set_value(Option& option, const std::string& text) {
     switch (option.kind) {
-        case Option::Int: *static_cast<int*>(option.value) = static_cast<int>(number(true)); break;
+        case Option::Int:
+            *static_cast<int*>(option.value) = static_cast<int>(number(option, text));
+            break;
         case Option::Float:
-            number(false);
+            number(option, text);
             *static_cast<float*>(option.value) = std::strtof(text.c_str(), nullptr);
             break;
         case Option::Choice: {
+            const std::string range = option.range;
             const std::vector<std::string> choices = split(range, "|");
-            check(std::find(choices.begin(), choices.end(), text) != choices.end(),
-                  "is not one of " + range);
+            const bool known = std::find(choices.begin(), choices.end(), text) != choices.end();
+            check_value(option, text, known, "is not one of " + range);
             *static_cast<std::string*>(option.value) = text;
             break;
         }
         case Option::Path:
-            check(!text.empty(), "is no path");
+            check_value(option, text, !text.empty(), "is not a path");
             *static_cast<std::string*>(option.value) = text;
             break;
         case Option::String: *static_cast<std::string*>(option.value) = text; break;
         case Option::Flag:
-            check(text == "0" || text == "1", "is not 0 or 1");
+            check_value(option, text, text == "0" || text == "1", "is not 0 or 1");
             *static_cast<bool*>(option.value) = text == "1";
             break;
     }
     option.given = option.kind != Option::Flag || text == "1";
+}
+
+// The first column of --help: "  -b,  --batch N". Options without a letter are indented to line up.
+std::string usage_of(const Option& option) {
+    const char* argument = "";
+    switch (option.kind) {
+        case Option::Int: argument = " N"; break;
+        case Option::Float: argument = " X"; break;
+        case Option::String: argument = " TEXT"; break;
+        case Option::Path: argument = " PATH"; break;
+        case Option::Choice: argument = " NAME"; break;
+        case Option::Flag: break;
+    }
+    const std::string letter = *option.letter ? std::string(option.letter) + "," : "";
+    return format("  %-4s %s%s", letter.c_str(), option.name, argument);
+}
+
+// The second column of --help: the help text and, in parentheses, range and default. A default that
+// the help text mentions says more than the number, and a range without an end says little.
+std::string help_with_notes(const Option& option) {
+    const std::string range = option.range;
+    const bool default_in_text = std::strstr(option.help, "default: ");
+    const bool endless = !range.empty() && range.back() == '.';
+    std::string notes;
+    if (!endless && (!default_in_text || option.kind == Option::Choice))
+        notes = range;
+    std::string value = default_in_text ? "" : value_text(option);
+    if (option.kind == Option::Flag && value == "off")
+        value = "";
+    if (!value.empty())
+        notes += (notes.empty() ? "default " : "; default ") + value;
+    return notes.empty() ? option.help : format("%s (%s)", option.help, notes.c_str());
 }
 
 }  // namespace
@@ -104,31 +148,42 @@ Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& tab
     const auto is_flag_value = [&](size_t i) {
         return i < args.size() && (args[i] == "0" || args[i] == "1");
     };
+    const auto is_option = [&](size_t i) {
+        return find_option(table, args[i].substr(0, args[i].find('='))) != nullptr;
+    };
+
     std::vector<const Option*> given;
     for (size_t i = 0; i < args.size(); i++) {
         if (args[i] == "--help" || (args[i] == "-h" && !is_flag_value(i + 1)))
             return Parsed::help;
         const size_t equals = args[i][0] == '-' ? args[i].find('=') : std::string::npos;
-        const bool attached = equals != std::string::npos;
+        const bool has_value = equals != std::string::npos;
         const std::string name = args[i].substr(0, equals);
-        std::string value = attached ? args[i].substr(equals + 1) : "1";
         Option* option = find_option(table, name);
         if (!option)
-            throw UsageError(format(
-                "unknown option %s; see --help, for llm.c's FROM_LLMC.md, and quote patterns",
-                name.c_str()));
+            throw UsageError(
+                format("unknown option %s; see --help (llm.c's options: FROM_LLMC.md), and put a "
+                       "pattern of file names in quotes",
+                       name.c_str()));
         if (std::find(given.begin(), given.end(), option) != given.end())
             throw UsageError(format("%s is given twice: leave out one", title(*option).c_str()));
         given.push_back(option);
-        if (!attached && option->kind != Option::Flag) {
-            // "-1" is a value, but the name of another option means that this one's value was
-            // forgotten.
+
+        std::string value = "1";
+        if (has_value) {
+            value = args[i].substr(equals + 1);
+        } else if (option->kind == Option::Flag) {
+            if (is_flag_value(i + 1)) {
+                i++;
+                value = args[i];
+            }
+        } else {
+            // The name of another option means that this one's value was forgotten. "-1" is a
+            // value.
             i++;
-            if (i == args.size() || find_option(table, args[i].substr(0, args[i].find('='))))
+            if (i == args.size() || is_option(i))
                 throw UsageError(format("%s needs a value", title(*option).c_str()));
             value = args[i];
-        } else if (!attached && is_flag_value(i + 1)) {
-            value = args[++i];
         }
         set_value(*option, value);
     }
@@ -138,39 +193,17 @@ Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& tab
 std::string options_help(const std::string& program, const std::string& about,
                          const std::vector<Option>& table) {
     constexpr size_t kHelpWidth = 110;  // columns
-    // The first column is "  -b,  --batch N". Options without a letter are indented to line up.
-    // What follows the name, by Option::Kind.
-    const char* const arguments[] = {" N", " X", " TEXT", " PATH", " NAME", ""};
-    const auto left = [&](const Option& option) {
-        const std::string letter = *option.letter ? std::string(option.letter) + "," : "";
-        return format("  %-4s %s%s", letter.c_str(), option.name, arguments[option.kind]);
-    };
-    size_t width = 0;
+    size_t width = 0;                   // of the first column
     for (const Option& option : table)
-        width = std::max(width, left(option).size() + 2);
+        width = std::max(width, usage_of(option).size() + 2);
 
     std::string text = "usage: " + program + " [options]\n\n" + about + "\n";
     for (const Option& option : table) {
         if (*option.group)
             text += format("\n%s\n", option.group);
-        // A default in the help's own words says more than its number, and a range without an end
-        // says little.
-        const std::string range = option.range;
-        const bool in_words = std::strstr(option.help, "default: ");
-        const bool endless = !range.empty() && range.back() == '.';
-        std::string notes = endless || (in_words && option.kind != Option::Choice) ? "" : range;
-        std::string value = in_words ? "" : value_text(option);
-        if (option.kind == Option::Flag && value == "off")
-            value = "";
-        if (!value.empty())
-            notes += (notes.empty() ? "default " : "; default ") + value;
-        const std::string help =
-            notes.empty() ? option.help : format("%s (%s)", option.help, notes.c_str());
-
-        // Help in the second column, wrapped at words.
-        std::string line = left(option);
+        std::string line = usage_of(option);
         line.resize(width - 1, ' ');
-        for (const std::string& word : split(help, " ")) {
+        for (const std::string& word : split(help_with_notes(option), " ")) {
             if (line.size() + 1 + word.size() > kHelpWidth) {
                 text += line + "\n";
                 line.assign(width - 1, ' ');
@@ -192,18 +225,21 @@ Fields options_settings(const std::vector<Option>& table) {
 
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults) {
     std::string text;
-    std::string group;
+    std::string group;  // to be printed before its first changed option
     for (size_t i = 0; i < table.size(); i++) {
-        if (*table[i].group)
-            group = table[i].group;
-        const std::string value = value_text(table[i]);
+        const Option& option = table[i];
+        if (*option.group)
+            group = option.group;
+        const std::string value = value_text(option);
         if (value == value_text(defaults[i]))
             continue;
+
         if (!group.empty())
             text += format("%s%-17s", text.empty() ? "" : "\n", group.c_str());
         group.clear();
-        text += format("  %s", table[i].name) +
-                (table[i].kind == Option::Flag ? "" : " " + shell_quoted(value));
+        text += format("  %s", option.name);
+        if (option.kind != Option::Flag)
+            text += " " + shell_quoted(value);
     }
     return text + "\n";
 }

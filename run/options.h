@@ -1,4 +1,4 @@
-// One table of options drives parsing, --help and the settings printed at start.
+// One table of options is all that parsing, --help and the settings printed at start need.
 #pragma once
 #include <string>
 #include <vector>
@@ -13,23 +13,26 @@ struct Option {
     void* value;  // int*, float*, bool* (Flag), std::string* (all others)
     const char* help;
     const char* range = "";  // Int/Float: "1..1024", "0..", "-1 or 1.." or ""; Choice: "bf16|fp32"
-    const char* group = "";  // heading above it in --help, which those after it share
-    // On the command line. A flag that was given as 0 asks for nothing, so it does not count.
-    bool given = false;
+    const char* group = "";  // the heading in --help of this option and those after it
+    bool given = false;      // on the command line. A flag given as 0 does not count
 };
-std::string title(const Option& option);  // how messages name it, for example "--batch (-b)"
+std::string title(const Option& option);  // for messages, for example "--batch (-b)"
 
-// Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws
-// a UsageError that names the option and the value. Returns Parsed::help at the first --help or -h;
-// llm.c's "-h 0" and "-h 1" are not requests for help.
+// Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0" or "1". Throws
+// a UsageError that names the option and the value. Returns Parsed::help at the first --help or -h.
+// "-h 0" and "-h 1" are unknown options, because in llm.c they are about HellaSwag.
 //
 // A default that depends on the run is stored as a value outside of its option's range, or as ""
 // for a path, so that no user can type it by chance.
 enum class Parsed { options, help };
 Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& table);
+
 std::string options_help(const std::string& program, const std::string& about,
                          const std::vector<Option>& table);
-// Those whose value is not the one in `defaults`: "  --batch 4  --overfit".
+
+// The options whose value is not the one in `defaults`: "batch  --batch 4  --overfit", a line per
+// group.
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults);
-// name and current value of each option that has one
+
+// The name and value of every option, except empty ones.
 Fields options_settings(const std::vector<Option>& table);

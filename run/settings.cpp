@@ -13,92 +13,104 @@ std::vector<Option> Options::table() {
     return {
         {"--train-data", "-i", O::Path, &train_data,
          "token shards (a glob) or a text file; default: the built-in corpus", "", "data"},
-        {"--val-data", "-j", O::Path, &val_data, "the same for validation; default: none with -i"},
+        {"--val-data", "-j", O::Path, &val_data,
+         "the same for validation; default: the built-in corpus's, or none if -i is given"},
         {"--init", "-e", O::Path, &init,
-         "d12, d24, d36, d48, tiny, a model file (llm.c's) or a run's -o; default: d12 (CPU: tiny)",
+         "a new model (d12, d24, d36, d48 or tiny), a model file (also llm.c's) or the -o of a "
+         "run; default: d12 (CPU: tiny)",
          "", "model"},
-        {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32",
-         "auto|bf16|fp32"},
+        {"--precision", "", O::Choice, &precision,
+         "default: bf16 if the GPU supports it, otherwise fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention,
-         "the kernel; flash: the fastest for precision and GPU", attention_names()},
-        {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one",
+         "attention kernel; flash chooses the fastest for precision and GPU", attention_names()},
+        {"--device", "", O::Choice, &device, "where to run; default: the GPU if there is one",
          "auto|cuda|cpu"},
         {"--recompute", "-r", O::Int, &recompute,
-         "to save memory keep 1: no activation output (1 % slower), 2: "
-         "no layer norm output either (2 %)",
+         "recompute in backward to save memory; 1: the activation function (1 % slower), 2: the "
+         "layer norms as well (2 %)",
          "0..2"},
-        {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
+        {"--no-tf32", "", O::Flag, &no_tf32, "fp32 matmuls in full precision instead of TF32"},
         {"--gpus", "", O::Int, &gpus,
-         "processes, a GPU each; default: one, or as torchrun, srun or mpirun say", "1..1024",
-         "several GPUs"},
+         "processes to start, one per GPU; default: 1, or those of torchrun, srun or mpirun",
+         "1..1024", "several GPUs"},
         {"--zero", "-z", O::Int, &zero,
-         "1: divide the optimizer among ranks; default: where channels divide", "0..1"},
+         "1: shard the optimizer state across the GPUs; default: 1 if the channels divide evenly",
+         "0..1"},
         {"--overlap", "", O::Int, &overlap,
-         "1: sum gradients beside backward; default: 1 between machines", "0..1"},
-        {"--context-parallel", "", O::Int, &context_parallel,
-         "divide each sequence among so many GPUs", "1..1024"},
+         "1: sum gradients while backward runs; default: 1 on several machines, 0 on one", "0..1"},
+        {"--context-parallel", "", O::Int, &context_parallel, "split each sequence across N GPUs",
+         "1..1024"},
         {"--timeout", "", O::Int, &timeout,
-         "seconds without progress, also for a terminal or a disk, after which a rank gives up",
+         "exit after N seconds without progress, even if only a terminal or a disk is slow",
          "1..86400"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)",
          "1..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
-         "tokens per sequence; default: the model's positions, "
-         "but at most 1024 (training on a CPU: 64)",
+         "tokens per sequence; default: as many as the model has positions, but at most 1024 "
+         "(training on a CPU: 64)",
          "1..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
-         "tokens per update, a multiple of B·T·GPUs / context-parallel; default: that", "1.."},
+         "tokens per update, a multiple of B·T·GPUs / context-parallel; default: exactly that",
+         "1.."},
         {"--max-steps", "-x", O::Int, &max_steps,
-         "-1 is the default: two minutes on an H200 (CPU: one), or an epoch of -i", "-1.."},
+         "steps to train; -1 is the default: an epoch of -i, or on the built-in corpus two minutes "
+         "on an H200 (CPU: one)",
+         "-1.."},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
-        {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again"},
+        {"--overfit", "-a", O::Flag, &overfit, "train on the first batch over and over"},
         {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "0..",
          "optimizer"},
         {"--warmup", "-u", O::Int, &warmup,
-         "steps; default: a twentieth of all, but at least 50 or a third", "0.."},
-        {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction",
+         "warm-up steps; default: 5 % of the run, at least 50 but never more than a third of it",
+         "0.."},
+        {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction of --lr",
          "0..1"},
         {"--schedule", "-k", O::Choice, &schedule,
-         "after the warm-up; wsd: constant, then 1 - sqrt in the last fifth",
+         "learning rate after the warm-up; wsd: constant, then falling as 1 - sqrt in the last "
+         "fifth",
          "cosine|linear|constant|wsd"},
-        {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0.."},
-        {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999"},
-        {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm; 0: don't", "0.."},
-        {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples",
+        {"--weight-decay", "-c", O::Float, &weight_decay, "applied to matrices only", "0.."},
+        {"--beta2", "", O::Float, &beta2, "AdamW's decay rate of the second moment", "0..0.99999"},
+        {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm to this; 0: don't clip",
          "0.."},
+        {"--seed", "", O::Int, &seed,
+         "for initial weights, order of the data, stochastic rounding and samples", "0.."},
         {"--val-every", "-v", O::Int, &val_every,
-         "steps between validations, 0: never, -1 is the default: ten in the run", "-1..",
-         "watching"},
+         "steps between validations; 0: never, -1 is the default: ten validations per run", "-1..",
+         "monitoring"},
         {"--val-batches", "-m", O::Int, &val_batches,
-         "micro-batches per validation, -1: all; default: 20 (--eval-only: all)", "-1 or 1.."},
+         "micro-batches per validation; -1: all, default: 20 (--eval-only: all)", "-1 or 1.."},
         {"--hellaswag", "", O::Path, &hellaswag,
-         "with each validation, answer the questions of this file"},
+         "HellaSwag file, whose questions are answered at each validation"},
         {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit"},
         {"--sample-every", "-s", O::Int, &sample_every,
-         "steps between samples, 0: never, -1 is the default: five at most", "-1.."},
-        {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
+         "steps between samples; 0: never, -1 is the default: at most five samples per run",
+         "-1.."},
+        {"--sample-length", "-g", O::Int, &sample_length, "maximum number of tokens per sample",
+         "1.."},
         {"--memory", "", O::Flag, &memory,
-         "print the bytes of every tensor of this command's run, then exit"},
+         "print how many bytes each tensor would need with these options, then exit"},
         {"--profile", "", O::Int, &profile,
-         "after five steps profile so many, then exit; default: train", "1.."},
+         "profile N steps after five steps of warm-up, then exit; default: don't profile", "1.."},
         {"--output-dir", "-o", O::Path, &output_dir,
-         "for log.jsonl and checkpoints; default: nothing is kept", "", "files"},
+         "directory for log.jsonl and checkpoints; default: nothing is kept", "", "files"},
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
-         "steps between checkpoints, 0: only one, at the end", "0.."},
-        {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints, 0: all", "0.."},
-        {"--keep-every", "-nm", O::Int, &keep_every, "keep those of every so many steps, 0: don't",
-         "0.."},
-        {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
+         "steps between checkpoints; 0: only one, at the end", "0.."},
+        {"--keep", "-nk", O::Int, &keep, "keep only the newest N checkpoints; 0: all", "0.."},
+        {"--keep-every", "-nm", O::Int, &keep_every,
+         "with --keep, also keep the checkpoints at multiples of N steps; 0: none", "0.."},
+        {"--resume", "-y", O::Flag, &resume, "continue from the newest checkpoint in -o"},
         {"--tokenizer", "", O::Path, &tokenizer,
-         "llm.c's tokenizer file: texts and prompts are in GPT-2's BPE"},
+         "llm.c's tokenizer file, to encode texts and prompts in GPT-2's BPE; default: bytes"},
         {"--generate", "", O::Int, &generate,
-         "write so many tokens with the model of -e, then exit; default: train", "1..",
-         "generating"},
-        {"--samples", "", O::Int, &samples, "so many texts, with the seeds from --seed on", "1.."},
+         "generate N tokens with the model of -e, then exit; default: train", "1..", "generation"},
+        {"--samples", "", O::Int, &samples,
+         "number of texts to generate, with the seeds --seed, --seed + 1, …", "1.."},
         {"--prompt", "", O::String, &prompt,
-         "what samples and --generate continue, after <|endoftext|>"},
-        {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
-        {"--top-k", "", O::Int, &top_k, "choose among so many of the likeliest tokens, 0: all",
+         "the beginning of samples and of --generate's texts, after <|endoftext|>"},
+        {"--temperature", "", O::Float, &temperature,
+         "sampling temperature; 0: always the most likely token", "0.."},
+        {"--top-k", "", O::Int, &top_k, "draw only from the N most likely tokens; 0: from all",
          "0.."},
     };
 }
@@ -111,23 +123,26 @@ Fields Options::recipe() const {
             {"--beta2", text(beta2)}, {"--max-norm", text(max_norm)}};
 }
 
-// Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to
-// final_lr·lr at the last step. The curve of wsd is llm.c's, which gets there one step later.
+// The warm-up is linear and reaches the full rate at step `warmup`. Then the rate falls to
+// final_lr·lr, which it reaches at the last step. wsd follows llm.c's curve, which would reach it
+// one step later.
 double Options::learning_rate(int step) const {
     if (step < warmup)
         return lr * (step + 1.0) / warmup;
+
     const bool wsd = schedule == "wsd";
-    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup;
+    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup;  // of the fall
     const int end = wsd ? max_steps : max_steps - 1;
-    // 0 before it falls
-    const double at = std::clamp((step - start) / std::max<double>(end - start, 1), 0.0, 1.0);
-    double factor = 1;
+    const double length = std::max(end - start, 1);
+    const double progress = std::clamp((step - start) / length, 0.0, 1.0);
+
+    double factor = 1;  // from 1 to 0
     if (schedule == "cosine")
-        factor = 0.5 * (1 + std::cos(M_PI * at));
+        factor = 0.5 * (1 + std::cos(M_PI * progress));
     else if (schedule == "linear")
-        factor = 1 - at;
+        factor = 1 - progress;
     else if (wsd)
-        factor = 1 - std::sqrt(at);
+        factor = 1 - std::sqrt(progress);
     return lr * (final_lr + (1 - final_lr) * factor);
 }
 
@@ -149,8 +164,9 @@ namespace {
 
 enum Mode { kTrain = 1, kProfile = 2, kEvaluate = 4, kGenerate = 8 };
 
-// Which modes use an option. Whatever is in no row is for training, with or without --profile.
-// --memory is not a mode: it asks about the command that it is added to, and takes its options.
+// Which modes use an option. An option in no row is for training, with or without --profile.
+// --memory is not a mode: it asks about the command to which it is added, and accepts that
+// command's options.
 constexpr struct {
     int modes;
     const char* options;
@@ -194,7 +210,7 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table) {
 
     std::string unused;
     for (const Option& option : table)
-        if (option.given && !(modes_that_use(option.name) & mode))
+        if (option.given && (modes_that_use(option.name) & mode) == 0)
             unused += (unused.empty() ? "" : ", ") + title(option);
     if (!unused.empty())
         throw UsageError(format("%s would ignore: %s; leave that out", does, unused.c_str()));
@@ -205,11 +221,11 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table) {
 
 void check_ranks(const Options& o, const RankInfo& self, int gpus, const std::string& why_no_gpu) {
     const int ranks = std::max(o.gpus, self.size);
-    if (ranks % o.context_parallel)
+    const int context = o.context_parallel;
+    if (ranks % context != 0)
         throw UsageError(format("--context-parallel %d does not divide --gpus %d: use --gpus %d",
-                                o.context_parallel, ranks,
-                                (ranks / o.context_parallel + 1) * o.context_parallel));
-    if (o.context_parallel > 1 && !o.hellaswag.empty())
+                                context, ranks, (ranks / context + 1) * context));
+    if (context > 1 && !o.hellaswag.empty())
         throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
     if (o.gpus > 0 && self.size > 1 && o.gpus != self.size)
         throw UsageError(format("--gpus %d, but the launcher started %d ranks: leave out --gpus",
@@ -219,51 +235,58 @@ void check_ranks(const Options& o, const RankInfo& self, int gpus, const std::st
     if (ranks == 1 || o.memory)
         return;
     if (o.device == "cpu")
-        throw UsageError("--device cpu has one rank: leave out --gpus");
+        throw UsageError("--device cpu runs as one process: leave out --gpus");
     if (gpus == 0)
         throw Error("several ranks need a GPU each: " + why_no_gpu);
     NcclComm::version();  // throws if this program was built without NCCL
 }
 
-void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
-    // groups with sequences of their own
+void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int ranks) {
     const int context = o.context_parallel;
-    const int ranks = all_ranks / context;
+    const int groups = ranks / context;  // each with sequences of its own
     if (o.B == 0)
         o.B = on_cpu ? 4 : 8;
     if (o.T == 0)
         o.T = std::min(max_T, on_cpu && !o.eval_only ? 64 : 1024);
-    if (context > 1 && o.T % (2 * context))
+    const int chunks = 2 * context;  // of a sequence (attention/ring/ring.h)
+    if (context > 1 && o.T % chunks != 0)
         throw UsageError(format("--tokens %d is not a multiple of 2·--context-parallel: use -t %d",
-                                o.T, std::max(1, o.T / (2 * context)) * 2 * context));
+                                o.T, std::max(1, o.T / chunks) * chunks));
+
     const long long micro_batch = static_cast<long long>(o.B) * o.T;
-    const long long least = micro_batch * ranks;
-    const std::string all =
-        format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, ranks);
+    const long long least = micro_batch * groups;  // tokens per step
+    const std::string product =
+        format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, groups);
     if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
-        throw UsageError(all + " is too many tokens for a micro-batch: use a smaller -b with -d");
+        throw UsageError(product +
+                         " is too many tokens for a micro-batch: use a smaller -b with -d");
     if (least > INT_MAX)
-        throw UsageError(all + " is too many tokens for a step: use a smaller -b");
+        throw UsageError(product + " is too many tokens for a step: use a smaller -b");
     if (o.tokens_per_step == 0)
         o.tokens_per_step = static_cast<int>(least);
-    if (o.tokens_per_step % least)
-        throw UsageError(
-            format("--tokens-per-step %d is not a multiple of %s", o.tokens_per_step, all.c_str()));
+    if (o.tokens_per_step % least != 0)
+        throw UsageError(format("--tokens-per-step %d is not a multiple of %s", o.tokens_per_step,
+                                product.c_str()));
+
+    // The optimizer is sharded across all ranks, also those that share a sequence.
     if (o.zero < 0)
-        o.zero = all_ranks > 1 && can_shard(C, all_ranks);
-    if (o.zero && all_ranks > 1 && !can_shard(C, all_ranks))
-        throw UsageError(format("--zero 1: %d channels do not divide among %d ranks: use --zero 0",
-                                C, all_ranks));
+        o.zero = ranks > 1 && can_shard(C, ranks) ? 1 : 0;
+    if (o.zero > 0 && ranks > 1 && !can_shard(C, ranks))
+        throw UsageError(
+            format("--zero 1: %d channels do not divide among %d ranks: use --zero 0", C, ranks));
     if (o.lr < 0)
         o.lr = C < 256 ? 2e-3f : 3e-4f;
 }
+
 void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
     if (o.max_steps < 0 && o.train_data.empty())
         o.max_steps = on_cpu ? 2000 : 6500;
-    const uint64_t a_step = o.tokens_per_step / o.T;
-    if (o.max_steps < 0)
-        o.max_steps =
-            static_cast<int>(std::min<uint64_t>((windows + a_step - 1) / a_step, INT_MAX));
+    if (o.max_steps < 0) {
+        const uint64_t windows_per_step = o.tokens_per_step / o.T;
+        const uint64_t epoch = (windows + windows_per_step - 1) / windows_per_step;
+        o.max_steps = static_cast<int>(std::min<uint64_t>(epoch, INT_MAX));
+    }
+
     if (o.warmup < 0)
         o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
     if (o.val_batches == 0)

@@ -125,7 +125,7 @@ TEST(arguments_and_their_errors) {
         {{"--train-data=--batch"}, "  --train-data --batch"},
         {{"-b", "8", "--help", "--nonsense"}, "  --batch 8"},  // --help ends it
         {{"-a", "data.bin"},
-         "unknown option data.bin; see --help, for llm.c's FROM_LLMC.md, and quote patterns"},
+         "unknown option data.bin; see --help (llm.c's options: FROM_LLMC.md), and put a"},
         {{"-b"}, "--batch (-b) needs a value"},
         {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value"},
         {{"-i", "-nk", "3"}, "--train-data (-i) needs a value"},
@@ -172,7 +172,7 @@ TEST(arguments_and_their_errors) {
     for (const char* value : {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1", "0,1", "lr"})
         CHECK(parsed({"-l", value}) == format("--lr (-l): \"%s\" is not a finite number", value));
     for (const char* path : {"-i", "-j", "-e", "-o", "--hellaswag", "--tokenizer"})
-        CHECK(contains(parsed({path, ""}), "is no path"));
+        CHECK(contains(parsed({path, ""}), "is not a path"));
     CHECK(parsed({"--prompt", ""}).empty());
 }
 
@@ -281,7 +281,7 @@ TEST(usage_errors_exit_with_2) {
     for (const char* never_made : {"/evaluated", "/generated"})
         CHECK(!exists(dir() + never_made));
     CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2,
-              "--device cpu has one rank: leave out --gpus");
+              "--device cpu runs as one process: leave out --gpus");
     CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2,
               "started 3 ranks");
     CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
@@ -299,7 +299,7 @@ TEST(other_errors_exit_with_1) {
         {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
         {0, tiny() + "-t 300 -x 1", "300 positions"},
         {1, "--device cpu -e " + bad, "20240326"},
-        {1, tiny() + "-b 16384 -x 1", "sequences of 64, and a batch takes 16384"},
+        {1, tiny() + "-b 16384 -x 1", "sequences of 64 tokens, but a batch needs 16384"},
         {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
