@@ -3,9 +3,79 @@
 #include "run/checkpoint_files.h"
 
 namespace {
-constexpr int32_t kMagic = 20240522, kVersion = 1;
+
+constexpr int32_t kMagic = 20240522;
+constexpr int32_t kVersion = 1;
 constexpr uint16_t kStart = 65535;
-constexpr char kAgain[] = "make the file with data/hellaswag.py";
+constexpr int kMostEndings = 64;
+constexpr char kMakeAgain[] = "make the file with data/hellaswag.py";
+
+// Reads the examples behind the header, one number after another. Every read says which range it
+// expects.
+class ChoiceReader {
+  public:
+    ChoiceReader(const InputFile& file, int vocab, int max_T)
+        : path_(file.path),
+          vocab_(vocab),
+          max_T_(max_T),
+          stream_((file.size - kHeaderBytes) / sizeof(uint16_t)) {
+        file.read(kHeaderBytes, stream_.data(), stream_.size() * sizeof(uint16_t));
+    }
+
+    Choice next_choice() {
+        Choice choice;
+        next("start of an example", kStart, kStart);
+        next("size of an example", 0, 65535);
+        choice.index = next("index", 0, 65535);
+        choice.label = next("label", 0, 65535);
+        const int endings = next("number of endings", choice.label + 1, kMostEndings);
+        choice.context = next_tokens("length of a context");
+        for (int e = 0; e < endings; e++) {
+            choice.endings.push_back(next_tokens("length of an ending"));
+            // The last token is only predicted.
+            const size_t length = choice.context.size() + choice.endings.back().size() - 1;
+            if (length > static_cast<size_t>(max_T_))
+                fail("length of an example", format("at most T = %d tokens", max_T_), length,
+                     "give a larger -t");
+        }
+        return choice;
+    }
+
+    size_t offset() const { return kHeaderBytes + at_ * sizeof(uint16_t); }  // in the file
+
+  private:
+    template <class Found>
+    [[noreturn]] void fail(const std::string& what, const std::string& expected, Found found,
+                           const char* advice = kMakeAgain) const {
+        refuse(path_, format("%s at offset %zu", what.c_str(), offset()), expected, found, advice);
+    }
+
+    int next(const char* what, int least, int most) {
+        const std::string range = format("%d..%d", least, most);
+        if (at_ >= stream_.size())
+            fail(what, range, "the file's end");
+        const int value = stream_[at_];
+        if (value < least || value > most)
+            fail(what, range, value);
+        at_++;
+        return value;
+    }
+
+    // A count and that many tokens.
+    std::vector<int> next_tokens(const char* what) {
+        std::vector<int> tokens(next(what, 1, 65534));
+        for (int& token : tokens)
+            token = next("token", 0, vocab_ - 1);
+        return tokens;
+    }
+
+    const std::string path_;
+    const int vocab_;
+    const int max_T_;
+    std::vector<uint16_t> stream_;
+    size_t at_ = 0;  // the next number
+};
+
 }  // namespace
 
 std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) {
@@ -13,54 +83,20 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
     int32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
     if (header[0] != kMagic)
-        refuse(path, "wrong magic at offset 0", kMagic, header[0], kAgain);
+        refuse(path, "wrong magic at offset 0", kMagic, header[0], kMakeAgain);
     if (header[1] != kVersion)
-        refuse(path, "wrong version at offset 4", kVersion, header[1], kAgain);
-    std::vector<uint16_t> stream((file.size - kHeaderBytes) / sizeof(uint16_t));
-    file.read(kHeaderBytes, stream.data(), stream.size() * sizeof(uint16_t));
+        refuse(path, "wrong version at offset 4", kVersion, header[1], kMakeAgain);
+    const int examples = header[2];
 
-    size_t at = 0;
-    const auto fail = [&](const std::string& what, const std::string& expected, auto found,
-                          const char* advice = kAgain) {
-        refuse(path, format("%s at offset %zu", what.c_str(), kHeaderBytes + at * sizeof(uint16_t)),
-               expected, found, advice);
-    };
-    const auto next = [&](const char* what, int least, int most) {
-        const std::string range = format("%d..%d", least, most);
-        if (at >= stream.size())
-            fail(what, range, "the file's end");
-        if (stream[at] < least || stream[at] > most)
-            fail(what, range, stream[at]);
-        return stream[at++];
-    };
-    const auto tokens = [&](const char* what) {
-        std::vector<int> list(next(what, 1, 65534));
-        for (int& token : list)
-            token = next("token", 0, vocab - 1);
-        return list;
-    };
+    ChoiceReader reader(file, vocab, max_T);
     std::vector<Choice> choices;
-    for (int i = 0; i < header[2]; i++) {
-        Choice choice;
-        next("start of an example", kStart, kStart);
-        next("size of an example", 0, 65535);
-        choice.index = next("index", 0, 65535);
-        choice.label = next("label", 0, 65535);
-        const int endings = next("number of endings", choice.label + 1, 64);
-        choice.context = tokens("length of a context");
-        for (int e = 0; e < endings; e++) {
-            choice.endings.push_back(tokens("length of an ending"));
-            const size_t length = choice.context.size() + choice.endings.back().size() - 1;
-            if (length > static_cast<size_t>(max_T))
-                fail("length of an example", format("at most T = %d tokens", max_T), length,
-                     "give a larger -t");
-        }
-        choices.push_back(std::move(choice));
-    }
-    const size_t expected = kHeaderBytes + at * sizeof(uint16_t);
+    for (int i = 0; i < examples; i++)
+        choices.push_back(reader.next_choice());
+
+    const size_t expected = reader.offset();
     if (file.size != expected)
-        refuse(path, "too long", format("%zu bytes for %d examples", expected, header[2]),
-               file.size, kAgain);
+        refuse(path, "too long", format("%zu bytes for %d examples", expected, examples), file.size,
+               kMakeAgain);
     if (choices.empty())
         throw Error(format("%s: no examples", path.c_str()));
     return choices;

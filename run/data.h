@@ -7,15 +7,16 @@
 #include "run/settings.h"
 
 struct Data {
-    Source train;
-    Source val;
-    // nats per token of the validation data: no model can beat that. NaN if it is not known
+    Source train = {};
+    Source val = {};
+    // The validation data's entropy in nats per token, below which no model's loss can get. NaN if
+    // it is not known.
     double floor = NAN;
 };
 
-// What -i and -j name, or the built-in corpus.
+// The data that -i and -j name, or the built-in corpus.
 Data find_data(const Options& o);
 
-// Begins to make the built-in corpus in a thread, if a run with these options needs it. find_data()
+// Starts to make the built-in corpus in a thread, if a run with these options needs it. find_data()
 // waits for it.
 std::future<void> begin_corpus(const Options& o);

@@ -17,7 +17,7 @@
 namespace {
 
 // Calls f(code, bytes) for each character. `bytes` is its UTF-8, or "" for a byte that is not
-// UTF-8. A byte-level model may well sample such bytes.
+// UTF-8, which a byte-level model may well sample.
 template <class F>
 void for_each_character(const std::string& text, F f) {
     for (size_t i = 0; i < text.size();) {
@@ -45,20 +45,22 @@ std::string quoted(const std::string& text) {
     return out + "\"";
 }
 
-// Finds out whether a line is a JSON object (RFC 8259), without making anything of it.
+// Tells whether a line is a JSON object (RFC 8259). It only parses the line and builds nothing. The
+// private functions read what they are named after and return whether it is there.
 class JsonCheck {
   public:
     explicit JsonCheck(const std::string& text) : text_(text) {}
+
     bool is_object() {
         skip_space();
-        const bool is_one = next_is('{') && value(0);
+        const bool object = next_is('{') && value(0);
         skip_space();
-        return is_one && at_ == text_.size();
+        return object && at_ == text_.size();
     }
 
   private:
     bool value(int depth) {
-        constexpr int kMostDepth = 100;  // an honest row has a depth of one or two
+        constexpr int kMostDepth = 100;  // our rows have a depth of one
         skip_space();
         if (depth > kMostDepth || at_ == text_.size())
             return false;
@@ -71,7 +73,8 @@ class JsonCheck {
         }
     }
 
-    // What is between brackets, with commas in between.
+    // The members of an object or an array, with commas between them, from the opening bracket to
+    // the closing one.
     template <class Member>
     bool members(char end, Member member) {
         at_++;
@@ -104,16 +107,19 @@ class JsonCheck {
     }
 
     bool escape() {
-        at_++;
-        if (at_ == text_.size() || std::string("\"\\/bfnrtu").find(text_[at_]) == std::string::npos)
-            return false;
-        const size_t digits = text_[at_++] == 'u' ? 4 : 0;
-        for (size_t i = 0; i < digits; i++) {
-            if (at_ == text_.size() || !std::isxdigit(text_[at_] & 0xFF))
-                return false;
-            at_++;
+        skip('\\');
+        if (skip('u')) {
+            for (int i = 0; i < 4; i++) {
+                if (at_ == text_.size() || !std::isxdigit(text_[at_] & 0xFF))
+                    return false;
+                at_++;
+            }
+            return true;
         }
-        return true;
+        for (const char c : {'"', '\\', '/', 'b', 'f', 'n', 'r', 't'})
+            if (skip(c))
+                return true;
+        return false;
     }
 
     bool number() {
@@ -145,16 +151,20 @@ class JsonCheck {
     }
 
     bool next_is(char c) const { return at_ < text_.size() && text_[at_] == c; }
+
     bool skip(char c) {
         if (!next_is(c))
             return false;
         at_++;
         return true;
     }
+
+    // skip(), after spaces
     bool take(char c) {
         skip_space();
         return skip(c);
     }
+
     void skip_space() {
         while (next_is(' ') || next_is('\t') || next_is('\r'))
             at_++;
@@ -164,6 +174,50 @@ class JsonCheck {
     size_t at_ = 0;
 };
 
+// What truncate_after() keeps of a log.
+struct KeptRows {
+    std::string text;
+    int damaged = 0;  // rows that are not JSON
+};
+KeptRows rows_until(const std::string& log, long long step) {
+    // No string in a row contains this, because quotes are escaped there.
+    const std::string key = "\"step\": ";
+
+    KeptRows kept;
+    bool is_later = false;  // a row without a step, such as "run", belongs to the row before it
+    for (size_t begin = 0, end = 0; begin < log.size(); begin = end + 1) {
+        end = std::min(log.find('\n', begin), log.size());
+        const std::string row = log.substr(begin, end - begin);
+        if (!JsonCheck(row).is_object()) {
+            kept.damaged++;
+            continue;
+        }
+        const size_t at = row.find(key);
+        if (at != std::string::npos)
+            is_later = std::strtoll(row.c_str() + at + key.size(), nullptr, 10) > step;
+        if (!is_later)
+            kept.text += row + '\n';
+    }
+    return kept;
+}
+
+void append_newline(const std::string& path) {
+    const HeldFile file(path, O_WRONLY | O_APPEND, "");
+    if (uninterrupted([&] { return ::write(file.fd, "\n", 1); }) != 1)
+        throw file_error(path, "write", errno);
+}
+
+void truncate_file(const std::string& path, size_t bytes) {
+    const int fd = uninterrupted([&] { return ::open(path.c_str(), O_WRONLY | O_CLOEXEC); });
+    if (fd < 0)
+        throw file_error(path, "open", errno);
+    const off_t length = static_cast<off_t>(bytes);
+    const int error = uninterrupted([&] { return ftruncate(fd, length); }) ? errno : 0;
+    close(fd);
+    if (error)
+        throw file_error(path, "truncate", error);
+}
+
 }  // namespace
 
 std::string for_terminal(const std::string& text) {
@@ -171,26 +225,31 @@ std::string for_terminal(const std::string& text) {
     for_each_character(text, [&](uint32_t code, const std::string& bytes) {
         const bool control =
             (code < 0x20 && code != '\n' && code != '\t') || (code >= 0x7F && code <= 0x9F);
-        out += control || bytes.empty() ? "\xEF\xBF\xBD" : bytes;
+        out += (control || bytes.empty()) ? "\xEF\xBF\xBD" : bytes;
     });
     return out;
 }
 
 std::string take_for_terminal(std::string& text) {
+    // In UTF-8 a character of several bytes starts with 11…, and its other bytes with 10…
+    const auto starts_character = [&](size_t i) { return (text[i] & 0xC0) == 0xC0; };
+    const auto continues_character = [&](size_t i) { return (text[i] & 0xC0) == 0x80; };
+
     size_t end = text.size();
-    while (end > 0 && text.size() - end < 3 && (text[end - 1] & 0xC0) == 0x80)
+    while (end > 0 && text.size() - end < 3 && continues_character(end - 1))
         end--;
-    const bool begun =
-        end > 0 && (text[end - 1] & 0xC0) == 0xC0 && character(text, end - 1).bytes == 0;
-    const std::string whole = for_terminal(text.substr(0, begun ? end - 1 : text.size()));
-    text.erase(0, begun ? end - 1 : text.size());
-    return whole;
+    const bool incomplete =
+        end > 0 && starts_character(end - 1) && character(text, end - 1).bytes == 0;
+    const size_t complete = incomplete ? end - 1 : text.size();
+    const std::string result = for_terminal(text.substr(0, complete));
+    text.erase(0, complete);
+    return result;
 }
 
 void TextPrinter::print(const std::string& piece) {
     waiting_ += piece;
     const std::string text = terminal_ ? take_for_terminal(waiting_) : std::exchange(waiting_, "");
-    std::fwrite(text.data(), 1, text.size(), stdout);  // which may have zeros
+    std::fwrite(text.data(), 1, text.size(), stdout);  // not fputs: there may be zeros
 }
 
 void TextPrinter::end() {
@@ -208,15 +267,19 @@ std::string minutes(double seconds) {
     return format("%.0f:%02.0f", std::floor(seconds / 60), std::floor(std::fmod(seconds, 60)));
 }
 
+// -------------------------------------------------------------------------------------------------
+
 Row::Row(const char* kind) : text_("{\"kind\": " + quoted(kind)) {}
 
 Row& Row::put(const char* key, const std::string& json) {
     text_ += ", " + quoted(key) + ": " + json;
     return *this;
 }
+
 Row& Row::add(const char* key, const std::string& value) {
     return put(key, quoted(value));
 }
+
 Row& Row::add(const char* key, double value) {
     std::string number = "null";
     // The fewest digits that read back as the same double.
@@ -263,12 +326,13 @@ void Log::write_pending() {
     struct stat before;
     const bool known =
         uninterrupted([&] { return fstat(fd, &before); }) == 0 && S_ISREG(before.st_mode);
+
     for (size_t done = 0; done < pending_.size();) {
         const ssize_t n = uninterrupted(
             [&] { return ::write(fd, pending_.data() + done, pending_.size() - done); });
         if (n < 0) {
-            // A full disk may have taken part of the row, and the rows before it must stay
-            // readable.
+            // Removes what a full disk has accepted of these rows, so that the file ends in a whole
+            // one.
             const Error error = file_error(file_->path, "write", errno);
             if (known)
                 uninterrupted([&] { return ftruncate(fd, before.st_size); });
@@ -286,52 +350,20 @@ void Log::truncate_after(const std::string& path, long long step) {
         throw file_error(path, "find", errno);
     }
     const std::string text = InputFile(path).read_all();
-    // no string contains it, because quotes are escaped there
-    const std::string key = "\"step\": ";
-
-    std::string kept;
-    bool is_later = false;  // a row without a step, such as "run", belongs to the rows before it
-    int damaged = 0;
-    for (size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
-        end = std::min(text.find('\n', begin), text.size());
-        const std::string row = text.substr(begin, end - begin);
-        if (!JsonCheck(row).is_object()) {
-            damaged++;
-            continue;
-        }
-
-        const size_t at = row.find(key);
-        if (at != std::string::npos)
-            is_later = std::strtoll(row.c_str() + at + key.size(), nullptr, 10) > step;
-        if (!is_later)
-            kept += row + '\n';
-    }
-
+    const auto [kept, damaged] = rows_until(text, step);
     if (damaged > 0)
-        std::fprintf(stderr, "%s: dropped what was no JSON: %d %s\n", path.c_str(), damaged,
-                     damaged == 1 ? "row" : "rows");
+        std::fprintf(stderr, "%s: dropped %d %s not JSON\n", path.c_str(), damaged,
+                     damaged == 1 ? "row that was" : "rows that were");
+
     if (kept == text)
         return;
-    if (kept == text + '\n') {  // only the last row's end was cut
-        const HeldFile file(path, O_WRONLY | O_APPEND, "");
-        if (uninterrupted([&] { return ::write(file.fd, "\n", 1); }) != 1)
-            throw file_error(path, "write", errno);
-        return;
-    }
-    if (text.compare(0, kept.size(), kept) != 0) {
-        // Rows to keep follow rows to drop. The new file gets the place of the old one, even if the
-        // path is a link to it.
-        const std::string file = std::filesystem::canonical(path);
-        return write_whole_file(file, {{kept.data(), kept.size()}});
-    }
-
-    // All rows to drop are at the end, as after any run that was cut off.
-    const int fd = uninterrupted([&] { return ::open(path.c_str(), O_WRONLY | O_CLOEXEC); });
-    if (fd < 0)
-        throw file_error(path, "open", errno);
-    const off_t length = static_cast<off_t>(kept.size());
-    const int error = uninterrupted([&] { return ftruncate(fd, length); }) ? errno : 0;
-    close(fd);
-    if (error)
-        throw file_error(path, "truncate", error);
+    const bool only_newline_is_missing = kept == text + '\n';
+    if (only_newline_is_missing)
+        return append_newline(path);
+    if (text.starts_with(kept))
+        return truncate_file(path, kept.size());
+    // A row to keep follows a row to drop. A new file takes the old one's name, or if the path is a
+    // link, the name of the file it leads to.
+    const std::string file = std::filesystem::canonical(path);
+    write_whole_file(file, {{kept.data(), kept.size()}});
 }

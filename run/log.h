@@ -1,5 +1,7 @@
-// log.jsonl: one JSON object a line, appended and flushed at once, so that written rows stay valid
-// whatever comes next.
+// log.jsonl, one JSON object per line, and how a run prints a model's text.
+//
+// Each row is appended with one write() at once, so that the rows in the file stay valid whatever
+// happens next.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -7,36 +9,37 @@
 
 #include "data/file.h"
 
-// Text for a terminal. What is not UTF-8 becomes U+FFFD, and control characters do too except
-// newline and tab.
+// Makes text safe for a terminal: bytes that are not UTF-8, and control characters except newline
+// and tab, become U+FFFD.
 std::string for_terminal(const std::string& text);
 
-// Prints a model's text on stdout, piece by piece: into a file or a pipe as it is, on a terminal as
-// for_terminal() has it. There a character waits until all of its bytes have come.
+// Removes all complete characters from the beginning of `text`, and returns them as for_terminal()
+// does. Only the first bytes of a character whose other bytes are yet to come are left.
+std::string take_for_terminal(std::string& text);
+
+// Prints a model's text on stdout, piece by piece: unchanged to a file or a pipe, safe for a
+// terminal on a terminal. There it holds back a character until all of its bytes have come.
 class TextPrinter {
   public:
     void print(const std::string& piece);
-    void end();  // prints what still waits
+    void end();  // prints what has been held back
 
   private:
     const bool terminal_ = isatty(STDOUT_FILENO);
     std::string waiting_;
 };
 
-void print_text(const std::string& text);  // the same of a whole text
-
-// Takes from the beginning of `text` what for_terminal() can tell, and leaves the first bytes of a
-// character until the others are there.
-std::string take_for_terminal(std::string& text);
+void print_text(const std::string& text);  // a whole text, by a TextPrinter
 
 std::string minutes(double seconds);  // 83 → "1:23"
 
-// Builds a line, for example Row("train").add("step", 3).add("loss", 2.5).text()
+// A line of the log. Row("train").add("step", 3).add("loss", 2.5).text() is {"kind": "train",
+// "step": 3, "loss": 2.5}
 class Row {
   public:
-    explicit Row(const char* kind);                       // {"kind": kind
-    Row& add(const char* key, double value);              // NaN and inf as null
-    Row& add(const char* key, const std::string& value);  // escaped
+    explicit Row(const char* kind);
+    Row& add(const char* key, double value);              // NaN and inf become null
+    Row& add(const char* key, const std::string& value);  // is escaped
     Row& add(const char* key, const char* value) { return add(key, std::string(value)); }
     Row& add(const char* key, int value) { return put(key, std::to_string(value)); }
     Row& add(const char* key, long long value) { return put(key, std::to_string(value)); }
@@ -48,33 +51,35 @@ class Row {
     std::string text_;
 };
 
-// Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay,
-// and the next call tries the others again.
+// Appends rows to a file. A write that fails, on a full disk for example, throws an Error. The rows
+// in the file stay valid, and the next call tries again to write the missing ones.
 class Log {
   public:
-    Log() = default;  // writes nowhere
+    Log() = default;  // writes nowhere until open() is called
     explicit Log(const std::string& path, bool append = true) { open(path, append); }
-    void open(const std::string& path, bool append);
     Log(const Log&) = delete;
     Log& operator=(const Log&) = delete;
-    void write(const Row& row);
-    void retry();  // what could not be written
 
-    // Another thread may call these two. What goes wrong with sync() is thrown by the next call of
-    // write() or retry(), because it must not keep a checkpoint from being written.
+    void open(const std::string& path, bool append);
+    void write(const Row& row);
+    void retry();  // writes what could not be written before
+
+    // Another thread may call these two. An error of sync() is thrown by the next call of write()
+    // or retry(), because it must not keep a checkpoint from being written.
     void sync();
     void warn_if_replaced();
 
-    // Drops rows with "step" greater than `step`, because a resumed run is about to write them
-    // again, and with them the rows without a step that follow. Drops rows that are no JSON too,
-    // such as a last one that a crash has cut, and says on stderr how many. Rows to drop are at the
-    // end of what a run has written, so the file itself becomes shorter, whatever leads to it.
+    // Drops the rows of steps after `step`, which a resumed run is about to write again, and the
+    // rows without a step that follow them. Also drops rows that are not JSON, such as a last row
+    // that a crash has cut off, and says on stderr how many. If the dropped rows are at the end, as
+    // any run leaves them, the file is truncated in place, and so stays the same file for all links
+    // to it.
     static void truncate_after(const std::string& path, long long step);
 
   private:
     void write_pending();
 
     std::unique_ptr<HeldFile> file_;
-    std::string pending_;
+    std::string pending_;  // rows that have not been written
     std::atomic<int> sync_error_ = 0;
 };

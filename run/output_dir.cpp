@@ -10,9 +10,11 @@
 OutputDir::OutputDir(const std::string& path)
     : directory(path, O_PATH | O_DIRECTORY, "checkpoints go where its path leads now"),
       lock(path + "/run.lock", O_RDWR | O_CREAT, "another run could write to this directory too") {
-    if (uninterrupted([&] { return flock(lock.fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
+    const int failed = uninterrupted([&] { return flock(lock.fd, LOCK_EX | LOCK_NB); });
+    if (failed && errno == EWOULDBLOCK)
         throw Error(lock.path +
-                    ": another run writes to this directory; wait for its end, or give another -o");
+                    ": another run is using this directory; wait for it to finish, or "
+                    "give another -o");
 }
 
 std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
@@ -24,9 +26,10 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     check_regular(o.output_dir + "/run.lock");
     auto output = std::make_unique<OutputDir>(o.output_dir);
     if (o.resume) {
-        checkpoint_to_resume(o.output_dir);  // refuses at once what cannot be resumed
+        checkpoint_to_resume(o.output_dir);  // throws at once if there is none that can be resumed
         return output;
     }
+
     struct stat log = {};
     const std::string log_path = o.output_dir + "/log.jsonl";
     if (stat(log_path.c_str(), &log) && errno != ENOENT)

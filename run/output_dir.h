@@ -1,4 +1,4 @@
-// A run's output directory.
+// A run's output directory, which one run at a time may use.
 #pragma once
 #include <memory>
 #include <string>
@@ -6,9 +6,10 @@
 #include "data/file.h"
 #include "run/settings.h"
 
-// No other run writes to it while this object is there. A file system without locks does without.
+// The directory, locked while this object exists. On a file system without locks it is not locked.
 struct OutputDir {
     explicit OutputDir(const std::string& path);
+
     void warn_if_replaced() {
         directory.warn_if_replaced();
         lock.warn_if_replaced();
@@ -18,6 +19,6 @@ struct OutputDir {
     HeldFile lock;
 };
 
-// Creates the output directory and locks it. Refuses one that is in use, and an earlier run in it
-// that is not to be resumed.
+// Creates and locks the output directory. Throws an Error if another run is using it, or if it has
+// an earlier run and -y is not given.
 std::unique_ptr<OutputDir> prepare_output_dir(const Options& o);

@@ -1,12 +1,12 @@
-// A GPU's peak rate in dense matrix products, for MFU: the cards that people train on, by the names
-// that their driver reports. A laptop's part or a slice (MIG, vGPU) has another name and rates of
-// its own, so only whole names count. For a card that is not here MFU is "n/a"; add a line from its
-// data sheet.
+// A GPU's peak rate in dense matrix products, for MFU: the GPUs that people train on, by the names
+// that the driver reports. Names must match completely, because a laptop's GPU or a slice of one
+// (MIG, vGPU) has a longer name and lower rates. For a GPU that is not in the table, MFU is "n/a";
+// add a line from its data sheet.
 #pragma once
 #include <string>
 
-// TFLOP/s without sparsity, with sums in fp32 (which GeForce cards do at half of their tensor
-// cores' rate). 0 means that the GPU does not have that type.
+// TFLOP/s without sparsity and with sums in fp32, which halve the rate of GeForce tensor cores. 0
+// means that the GPU does not have the type.
 struct PeakRates {
     const char* gpu;
     double bf16;
@@ -38,15 +38,14 @@ inline constexpr PeakRates kPeakRates[] = {
     {"NVIDIA GeForce RTX 5090", 209.5, 104.8, 104.8},
 };
 
-// The peak of the type that --precision runs its matmuls on, which is bf16, TF32 or plain fp32, or
-// 0.
+// The peak of the type in which the matmuls run (bf16, TF32 or fp32), or 0 if it is not known.
 inline double peak_tflops(const std::string& gpu, bool is_bf16, bool tf32) {
     for (const PeakRates& rates : kPeakRates) {
         if (gpu != rates.gpu)
             continue;
         if (is_bf16)
             return rates.bf16;
-        return tf32 && rates.tf32 > 0 ? rates.tf32 : rates.fp32;
+        return (tf32 && rates.tf32 > 0) ? rates.tf32 : rates.fp32;
     }
     return 0;
 }

@@ -1,4 +1,4 @@
-// The process around a run: its descriptors, the signals that end it, and its exit code.
+// The process around a run: its stdout and stderr, the signals that stop it, and its exit code.
 #pragma once
 #include <fcntl.h>
 #include <poll.h>
@@ -11,9 +11,9 @@
 
 #include "common/error.h"
 
-// Another program may have made a pipe or terminal non-blocking that is also our stdout or stderr.
-// While it is full it refuses what we write, and stdio would drop that. So wait until it takes
-// more.
+// Writes to a stream's descriptor. If another program has made the same pipe or terminal
+// non-blocking, write() fails with EAGAIN while it is full, and stdio would drop the text. So wait
+// until there is room.
 inline ssize_t write_all(void* fd_of_stream, const char* text, size_t bytes) {
     const int fd = *static_cast<const int*>(fd_of_stream);
     size_t done = 0;
@@ -28,18 +28,19 @@ inline ssize_t write_all(void* fd_of_stream, const char* text, size_t bytes) {
             break;
         }
     }
-    return static_cast<ssize_t>(done);  // fewer bytes are an error of the stream
+    return static_cast<ssize_t>(done);  // if that is less than `bytes`, stdio reports an error
 }
 
-// Calls `handler` at these signals. nohup and the & of a script have some ignored, which stay so.
+// Installs a handler, except for signals that are ignored, as by nohup or in a script's background
+// jobs.
 inline void handle(std::initializer_list<int> signals, void (*handler)(int)) {
     for (const int signal : signals)
         if (std::signal(signal, SIG_IGN) != SIG_IGN)
             std::signal(signal, handler);
 }
 
-// Ends the program as the signal does by default. In a container we may be process 1, for which the
-// kernel drops signals that have no handler.
+// Ends the program as the signal does by default. In a container this may be process 1, to which
+// the kernel does not deliver signals without a handler.
 inline void end_by(int signal) {
     if (getpid() == 1)
         _exit(128 + signal);
@@ -48,14 +49,16 @@ inline void end_by(int signal) {
 }
 
 inline void prepare_process() {
-    // A file must not get the number of a stream that is closed, because what is printed would go
-    // into it.
-    for (int fd = 0; fd <= 2; fd++)
+    // If stdin, stdout or stderr is closed, the next file would get its number, and what is printed
+    // would be written to that file.
+    for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
         if (fcntl(fd, F_GETFD) < 0)
             open("/dev/null", O_RDWR);
-    // a reader that ends, such as tee at Ctrl-C, ends no run; check_stdout() says it
+
+    // If the reader of stdout exits, as tee does at Ctrl-C, the run continues. check_stdout()
+    // reports it.
     std::signal(SIGPIPE, SIG_IGN);
-    // a write past the limit on file sizes fails with EFBIG, which has a message
+    // Then a write beyond the limit on file sizes fails with EFBIG, which gives a message.
     std::signal(SIGXFSZ, SIG_IGN);
     if (getpid() == 1)
         handle({SIGINT, SIGTERM, SIGHUP, SIGQUIT}, end_by);
@@ -64,15 +67,16 @@ inline void prepare_process() {
     static int err = STDERR_FILENO;
     stdout = fopencookie(&out, "w", {nullptr, write_all, nullptr, nullptr});
     stderr = fopencookie(&err, "w", {nullptr, write_all, nullptr, nullptr});
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // line by line, also to files and pipes
     std::setvbuf(stderr, nullptr, _IONBF, 0);
 }
 
-// SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave. A second one ends the
-// program at once. Within a second it is the same one, which many programs send to a process and to
-// its group.
+// The first SIGINT, SIGTERM or SIGHUP only sets g_signal: the run finishes its step, writes a
+// checkpoint and exits. Another one within a second is ignored, because many programs signal both a
+// process and its group. A later one ends the program at once.
 inline volatile std::sig_atomic_t g_signal = 0;
 inline double g_signal_time;
+
 inline void on_signal(int signal) {
     if (!g_signal) {
         g_signal_time = now();
@@ -81,16 +85,17 @@ inline void on_signal(int signal) {
         end_by(signal);
     }
 }
+
 inline void catch_signals() {
     handle({SIGINT, SIGTERM, SIGHUP}, on_signal);
 }
 
-// The exit code of a program that is not heard is 1.
+// Returns the exit code: `code`, but not 0 if something could not be written to stdout.
 inline int check_stdout(int code) {
     if (std::fflush(stdout) == 0 && !std::ferror(stdout))
         return code;
     std::fputs(
         "train_gpt2cu: stdout: a line could not be written; free some space or send it elsewhere\n",
         stderr);
-    return code ? code : 1;
+    return code != 0 ? code : 1;
 }

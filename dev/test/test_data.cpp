@@ -196,7 +196,7 @@ TEST(log_rows_that_are_no_json_are_dropped) {
     dup2(screen, STDERR_FILENO);
     close(screen);
     const std::string warnings = read_file(said);
-    CHECK(contains(warnings, path) && contains(warnings, " 3 rows\n"));
+    CHECK(contains(warnings, path) && contains(warnings, " 3 rows that were not JSON\n"));
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -452,7 +452,7 @@ TEST(resumes_a_log_that_is_a_link_and_damaged) {
     write_file(elsewhere, text);
 
     const std::string command = asking_options() + "-n 1 -y 1 -o " + out;
-    CHECK_RUN(run(command), 0, "resumed at step 9\n", log + ": dropped what was no JSON: 2 rows");
+    CHECK_RUN(run(command), 0, "resumed at step 9\n", log + ": dropped 2 rows that were not JSON");
     check_same_run(straight_run(), out, 10);
     for (int step = 6; step <= kSteps; step++)
         for (const auto& path : {model_path, state_path})
@@ -500,7 +500,7 @@ TEST(a_second_run_in_a_directory_is_refused) {
     const Result r = run_and_act(
         command, "step 7/", "./train_gpt2cu " + given_once(command) + "; echo code $?; kill $pid");
     CHECK_RUN(r, 143, "interrupted at step ",
-              out + "/run.lock: another run writes to this directory", "code 1\n");
+              out + "/run.lock: another run is using this directory", "code 1\n");
     check_same("log", log_of(out, true), expected_log(newest_model(out), 0, 0));
 }
 
