@@ -1,7 +1,7 @@
 // llm.c's model files and our training state.
 //
-// A state file is a text head and bytes. The head has a line "name: value" for each of these, in
-// this order, and ends with an empty line:
+// A state file is a text head, followed by the optimizer's arrays. The head consists of these
+// lines, in this order, and ends with an empty one:
 //
 //   gpt2 training state, version 2
 //   identity model: L=12 NH=12 …        what must be the same to resume, one line for each field
@@ -23,7 +23,7 @@
 #include <set>
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
-              "checkpoints are written as they lie in memory");
+              "checkpoints are written as they are in memory");
 
 // -------------------------------------------------------------------------------------------------
 // llm.c's model files
@@ -38,47 +38,63 @@ size_t Config::num_parameters() const {
     return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
+constexpr int kVersionF32 = 3;
+constexpr int kVersionBf16 = 5;
+constexpr char kGetAgain[] = "get the file again";
+
+// Throws an Error if a size is far above that of any GPT-2, so that what is computed from the sizes
+// of a damaged header cannot overflow.
+static void check_sizes(const std::string& path, const Config& c) {
+    const struct {
+        const char* name;
+        int offset;  // in the file
+        int value;
+        int low;
+        int high;
+    } sizes[] = {
+        {"maxT", 8, c.max_T, 1, 1 << 24},  {"vocabulary", 12, c.V, 1, 1 << 24},
+        {"layers", 16, c.L, 1, 1 << 12},   {"heads", 20, c.NH, 1, 1 << 12},
+        {"channels", 24, c.C, 1, 1 << 18}, {"padded vocabulary", 28, c.Vp, c.V, 1 << 24},
+    };
+    for (const auto& size : sizes)
+        if (size.value < size.low || size.value > size.high)
+            refuse(path, format("damaged header: %s at offset %d", size.name, size.offset),
+                   format("%d..%d", size.low, size.high), size.value, kGetAgain);
+    if (c.C % c.NH != 0)
+        refuse(path, "damaged header: channels at offset 24",
+               format("a multiple of %d heads", c.NH), c.C, kGetAgain);
+}
+
 ModelHeader read_model_header(const std::string& path) {
     const InputFile file(path);
-    constexpr char kAgain[] = "get the file again";
     int32_t h[kHeaderInts];
     file.read(0, h, kHeaderBytes);
-    constexpr char kModel[] = "give a model_….bin of this program or of a current llm.c";
+    constexpr char kOtherModel[] = "give a model_….bin of this program or of a current llm.c";
     if (h[0] != kModelMagic)
-        refuse(path, "wrong magic at offset 0", kModelMagic, h[0], kModel);
-    if (h[1] != 3 && h[1] != 5)
-        refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1], kModel);
-    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16,
-                                {h[2], h[3], h[7], h[4], h[5], h[6]}};
-    const Config& c = header.config;
+        refuse(path, "wrong magic at offset 0", kModelMagic, h[0], kOtherModel);
+    if (h[1] != kVersionF32 && h[1] != kVersionBf16)
+        refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1], kOtherModel);
 
-    // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
-    const char* const names[] = {"maxT",  "vocabulary", "layers",
-                                 "heads", "channels",   "padded vocabulary"};
-    const int low[] = {1, 1, 1, 1, 1, c.V};
-    const int high[] = {1 << 24, 1 << 24, 1 << 12, 1 << 12, 1 << 18, 1 << 24};
-    for (int i = 0; i < 6; i++)
-        if (h[2 + i] < low[i] || h[2 + i] > high[i])
-            refuse(path, format("damaged header: %s at offset %d", names[i], 8 + 4 * i),
-                   format("%d..%d", low[i], high[i]), h[2 + i], kAgain);
-    if (c.C % c.NH)
-        refuse(path, "damaged header: channels at offset 24",
-               format("a multiple of %d heads", c.NH), c.C, kAgain);
+    const Config config = {.max_T = h[2], .V = h[3], .Vp = h[7], .L = h[4], .NH = h[5], .C = h[6]};
+    check_sizes(path, config);
+    const ModelHeader header = {.dtype = h[1] == kVersionF32 ? DType::f32 : DType::bf16,
+                                .config = config};
     const size_t expected = kHeaderBytes + header.bytes();
     if (file.size != expected)
         refuse(path, file.size < expected ? "truncated" : "too long",
-               format("%zu bytes (%s)", expected, words(header).c_str()), file.size, kAgain);
+               format("%zu bytes (%s)", expected, description(header).c_str()), file.size,
+               kGetAgain);
     return header;
 }
 
 void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
     const Config& c = header.config;
-    const int version = header.dtype == DType::f32 ? 3 : 5;
+    const int version = header.dtype == DType::f32 ? kVersionF32 : kVersionBf16;
     const int32_t h[kHeaderInts] = {kModelMagic, version, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
     write_whole_file(path, {{h, kHeaderBytes}, {parameters, header.bytes()}});
 }
 
-std::string words(const ModelHeader& header) {
+std::string description(const ModelHeader& header) {
     const Config& c = header.config;
     return format("%s, L=%d NH=%d C=%d V=%d", name_of(header.dtype), c.L, c.NH, c.C, c.V);
 }
@@ -92,19 +108,19 @@ const std::string kStateTitle = "gpt2 training state, version ";
 constexpr int kStateVersion = 2;
 constexpr size_t kMostHeadBytes = 1 << 16;
 constexpr char kChecksum[] = "\nchecksum: ";
-constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
+constexpr char kResumeFromAnother[] = "resume from another checkpoint or start over";
 constexpr char kOtherProgram[] = "resume with the program that wrote it";
 
 std::string line(const std::string& name, const std::string& value) {
     return name + ": " + value + "\n";
 }
 
-// Of a head and the bytes behind it, which are yet to be added.
+// The checksum of a head and of the bytes behind it, which the caller adds.
 Checksum64 checksum_of(const std::string& head, size_t bytes) {
     return Checksum64(bytes, checksum64(head.data(), head.size()));
 }
 
-// The counters, one table for writing and for reading.
+// The counters by name: one table for both writing and reading.
 struct NamedCounter {
     const char* name;
     uint64_t* value;
@@ -117,12 +133,12 @@ std::vector<NamedCounter> named(Counters& counters) {
             {"batches", &counters.data.batches}};
 }
 
-// A state file's head: the values by name, and what the checksum covers of it.
+// The head of a state file.
 struct Head {
-    std::map<std::string, std::string> values;
-    std::string text;
+    std::map<std::string, std::string> values;  // by name
+    std::string text;                           // the part that the checksum covers
     std::string checksum;
-    size_t bytes = 0;  // with the empty line
+    size_t bytes = 0;  // including the empty line
 
     uint64_t number(const std::string& path, const std::string& name) const {
         const auto found = values.find(name);
@@ -150,12 +166,12 @@ Head read_head(const InputFile& file) {
     if (end == std::string::npos || checksum == std::string::npos)
         refuse(file.path, "truncated or damaged",
                "a head that ends in a checksum and an empty line", "none", kResumeFromAnother);
+    const size_t digits = checksum + std::strlen(kChecksum);
 
     Head head;
     head.bytes = end + 2;
     head.text = text.substr(0, checksum + 1);
-    head.checksum =
-        text.substr(checksum + std::strlen(kChecksum), end - checksum - std::strlen(kChecksum));
+    head.checksum = text.substr(digits, end - digits);
     std::istringstream lines(head.text);
     for (std::string each; std::getline(lines, each);) {
         const size_t colon = each.find(": ");
@@ -165,26 +181,28 @@ Head read_head(const InputFile& file) {
     return head;
 }
 
-// The fields of a kind that differ, each as `say` puts it. A field that only one side has differs
-// too, unless `implied` knows what a head without it means.
-template <class Say>
+// Calls f(name, stored, mine) for each field of a kind ("identity ", "recipe ") whose value in the
+// head is not that of this run. A field that only one of them has differs too, unless `implied` has
+// the value of a field that the head lacks.
+template <class F>
 void for_each_difference(const Head& head, const std::string& kind, const Fields& mine,
-                         const Fields& implied, Say say) {
-    std::map<std::string, std::string> had;
+                         const Fields& implied, F f) {
+    std::map<std::string, std::string> stored;
     for (const auto& [name, value] : head.values)
-        if (name.compare(0, kind.size(), kind) == 0)
-            had[name.substr(kind.size())] = value;
+        if (name.starts_with(kind))
+            stored[name.substr(kind.size())] = value;
     for (const auto& [name, value] : implied)
-        had.emplace(name, value);  // unless the head has it
+        stored.emplace(name, value);  // does nothing if the head has the field
+
     for (const auto& [name, value] : mine) {
-        const auto found = had.find(name);
-        const std::string before = found == had.end() ? "nothing" : found->second;
+        const auto found = stored.find(name);
+        const std::string before = found == stored.end() ? "nothing" : found->second;
         if (before != value)
-            say(name, before, value);
-        had.erase(name);
+            f(name, before, value);
+        stored.erase(name);
     }
-    for (const auto& [name, value] : had)
-        say(name, value, "nothing");
+    for (const auto& [name, value] : stored)
+        f(name, value, "nothing");
 }
 
 }  // namespace
@@ -200,6 +218,7 @@ void write_state(const std::string& path, const Identity& identity, const Counte
     for (const auto& [name, value] : named(copy))
         head += line(name, std::to_string(*value));
     head += line("optimizer bytes", std::to_string(optimizer.bytes));
+
     Checksum64 checksum = checksum_of(head, optimizer.bytes);
     checksum.add(optimizer.data, optimizer.bytes);
     head += line("checksum", hex(checksum.value())) + "\n";
@@ -209,35 +228,37 @@ void write_state(const std::string& path, const Identity& identity, const Counte
 StateFile::StateFile(const std::string& path, const Identity& identity, size_t optimizer_bytes)
     : file(path) {
     const Head head = read_head(file);
-    const size_t has = head.number(path, "optimizer bytes");
-    if (file.size != head.bytes + has)
-        refuse(path, file.size < head.bytes + has ? "truncated" : "too long",
-               format("%zu bytes", head.bytes + has), file.size, kResumeFromAnother);
+    const size_t stored_bytes = head.number(path, "optimizer bytes");
+    const size_t expected_size = head.bytes + stored_bytes;
+    if (file.size != expected_size)
+        refuse(path, file.size < expected_size ? "truncated" : "too long",
+               format("%zu bytes", expected_size), file.size, kResumeFromAnother);
     begin = head.bytes;
     expected_ = head.checksum;
-    checksum_ = checksum_of(head.text, has);
+    checksum_ = checksum_of(head.text, stored_bytes);
     for (const auto& [name, value] : named(counters))
         *value = head.number(path, name);
 
+    // A difference may also come from a damaged head. Then check_whole_file() says so.
     for_each_difference(
         head, "identity ", identity.fields, identity.implied,
-        [&](const std::string& name, const std::string& had, const std::string& mine) {
-            check_whole_file();  // a damaged head is not the user's fault
+        [&](const std::string& name, const std::string& stored, const std::string& mine) {
+            check_whole_file();
             throw Error(
                 format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this "
                        "run has \"%s\"; give another -o",
-                       path.c_str(), name.c_str(), had.c_str(), mine.c_str()));
+                       path.c_str(), name.c_str(), stored.c_str(), mine.c_str()));
         });
-    if (has != optimizer_bytes) {
+    if (stored_bytes != optimizer_bytes) {
         check_whole_file();
-        refuse(path, "optimizer", format("%zu bytes", optimizer_bytes), has,
+        refuse(path, "optimizer", format("%zu bytes", optimizer_bytes), stored_bytes,
                "resume with the same settings");
     }
     for_each_difference(
         head, "recipe ", identity.recipe, {},
-        [&](const std::string& name, const std::string& had, const std::string& mine) {
+        [&](const std::string& name, const std::string& stored, const std::string& mine) {
             recipe_changes += recipe_changes.empty() ? "" : ", ";
-            recipe_changes += name + " from " + had + " to " + mine;
+            recipe_changes += name + " from " + stored + " to " + mine;
         });
 }
 
@@ -263,26 +284,28 @@ void StateFile::check_whole_file() {
 std::string model_path(const std::string& dir, int step) {
     return format("%s/model_%08d.bin", dir.c_str(), step);
 }
+
 std::string state_path(const std::string& dir, int step) {
     return format("%s/state_%08d.bin", dir.c_str(), step);
 }
 
 namespace {
 
-// The files of `dir` that are named like a run's. There are none if there is no such directory.
+// The files of a run in its output directory.
 struct RunFiles {
-    std::set<int> models;
-    std::set<int> states;
-    std::vector<std::string> temporaries;  // paths, of runs that were killed
+    std::set<int> models;                  // steps
+    std::set<int> states;                  // steps
+    std::vector<std::string> temporaries;  // paths; killed runs leave them
 
+    bool has_model(int step) const { return models.count(step) > 0; }
+    bool has_state(int step) const { return states.count(step) > 0; }
     int newest_model() const { return models.empty() ? -1 : *models.rbegin(); }
-    int states_without_any_later_model() const {
+    int states_newer_than_all_models() const {
         return static_cast<int>(std::distance(states.upper_bound(newest_model()), states.end()));
     }
-    bool has_state(int step) const { return states.count(step) > 0; }
-    bool has_model(int step) const { return models.count(step) > 0; }
 };
 
+// Recognises the files by their names. There are none if there is no such directory.
 RunFiles list_run_files(const std::string& dir) {
     static const std::regex pattern(
         "(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
@@ -293,20 +316,22 @@ RunFiles list_run_files(const std::string& dir) {
         return files;
     for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
         const std::string name = entry->path().filename();
-        std::smatch part;
-        if (!std::regex_match(name, part, pattern))
+        std::smatch match;
+        if (!std::regex_match(name, match, pattern))
             continue;
-        const long long step = part[2].matched ? std::stoll(part[2]) : 0;
+        const std::string kind = match[1];
+        const long long step = match[2].matched ? std::stoll(match[2]) : 0;
+        const bool is_temporary = match[3].matched;
         if (step > INT_MAX)
             continue;
-        if (part[3].matched) {
+        if (is_temporary) {
             files.temporaries.push_back(entry->path());
             continue;
         }
         check_regular(entry->path());
-        if (part[1] == "model")
+        if (kind == "model")
             files.models.insert(static_cast<int>(step));
-        if (part[1] == "state")
+        if (kind == "state")
             files.states.insert(static_cast<int>(step));
     }
     if (error)
@@ -327,21 +352,22 @@ int newest_model(const std::string& dir) {
 
 int checkpoint_to_resume(const std::string& dir) {
     const RunFiles files = list_run_files(dir);
-    std::string without_state;
+    if (files.has_state(files.newest_model()))
+        return files.newest_model();
+
+    std::string without_state;  // the newest models
     for (auto step = files.models.rbegin(); step != files.models.rend(); ++step) {
-        if (files.has_state(*step)) {
-            if (without_state.empty())
-                return *step;
+        if (files.has_state(*step))
             break;
-        }
         without_state += (without_state.empty() ? "" : ", ") + model_path(dir, *step);
     }
     if (!without_state.empty())
         throw Error(format(
-            "%s: without the training state that -y needs (such as %s); bring it back, move these "
-            "models elsewhere, or start from one with -e and another -o",
+            "%s: the training state that -y needs (such as %s) is missing; bring it back, move "
+            "these models elsewhere, or start from one of them with -e and another -o",
             without_state.c_str(), state_path("", files.newest_model()).c_str() + 1));
-    // A kill before the first model leaves one state. More are of models that somebody moved.
+    // A run that is killed before its first model leaves one state. More of them belong to models
+    // that somebody has moved.
     if (files.models.empty() && files.states.size() > 1)
         throw Error(
             format("%s: has %zu states and no model; bring the models back, or give another -o",
@@ -353,12 +379,13 @@ void remove_leftovers(const std::string& dir) {
     const RunFiles files = list_run_files(dir);
     for (const std::string& path : files.temporaries)
         remove_file(path);
-    const bool of_a_kill = files.states_without_any_later_model() == 1;
+    // A run that is killed between the two files of a checkpoint leaves a single state.
+    const bool of_a_killed_run = files.states_newer_than_all_models() == 1;
     for (const int step : files.states) {
         if (files.has_model(step))
             continue;
         const std::string path = state_path(dir, step);
-        if (of_a_kill && step > files.newest_model())
+        if (of_a_killed_run && step > files.newest_model())
             remove_file(path);
         else
             std::fprintf(stderr, "%s: has no model beside it, and is left as it is\n",
@@ -377,8 +404,8 @@ void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
     for (size_t i = keep; i < steps.size(); i++) {
         if (keep_every > 0 && steps[i] % keep_every == 0)
             continue;
-        // The model goes first: if we are stopped before its state goes, no model is left without
-        // one.
+        // If this is interrupted between the two, a state is left without a model. The other way
+        // round it would be a model without a state, which nothing ever deletes.
         remove_file(model_path(dir, steps[i]));
         remove_file(state_path(dir, steps[i]));
     }

@@ -1,5 +1,5 @@
-// A run's checkpoints. They are written by a thread, while training goes on from step to step, from
-// a snapshot in rank 0's host memory. run/checkpoint_files.h has the files.
+// A run's checkpoints. Training waits only for a snapshot in rank 0's host memory, from which a
+// thread writes the files while training goes on. run/checkpoint_files.h has their formats.
 #pragma once
 #include <unistd.h>
 
@@ -30,10 +30,11 @@ class Checkpoints {
                 Log& log)
         : o_(o), model_(model), ranks_(model.ranks), batches_(batches), stop_(stop), log_(log) {
         const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
-        if (bytes)
+        if (bytes > 0)
             snapshot_ = static_cast<char*>(model.dev.alloc_host(bytes));
         const Config& c = model.config;
-        const char* const order = o.overfit ? "one batch" : o.no_shuffle ? "as it is" : "shuffled";
+        const char* const order =
+            o.overfit ? "one batch" : (o.no_shuffle ? "as it is" : "shuffled");
         identity_.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
                             {"precision", name_of(dtype_of<X>())},
                             {"device", Model::Dev::kind},
@@ -47,36 +48,37 @@ class Checkpoints {
                             {"data", hex(batches.loader().identity())}};
     }
     ~Checkpoints() {
-        if (written_.valid())
-            written_.wait();  // when an Error unwinds
+        if (writer_.valid())
+            writer_.wait();  // when an Error unwinds
         model_.dev.free_host(snapshot_);
     }
     Checkpoints(const Checkpoints&) = delete;
     Checkpoints& operator=(const Checkpoints&) = delete;
 
-    // Removes what a killed run left in the output directory, and checkpoints that are not to be
-    // kept.
+    // Removes from the output directory what a killed run left, and the checkpoints that are not to
+    // be kept.
     void clean_up(OutputDir& output) {
         output_ = &output;
         remove_leftovers(o_.output_dir);
         prune_checkpoints(o_.output_dir, o_.keep, o_.keep_every);
     }
 
-    // Notices that a checkpoint has been written, or failed, without waiting for it.
+    // Notices without waiting that the writer has finished, or failed.
     void poll() {
-        if (written_.valid() &&
-            written_.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
-            end_of_writing();
+        if (!writer_.valid())
+            return;
+        if (writer_.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
+            finish_writing();
     }
 
-    // Waits for the checkpoint that is being written. All ranks call this together.
-    void await() {
+    // Waits for the writer. All ranks call this together.
+    void wait() {
         ranks_.set_timeout(0);  // a disk may take its time
-        if (written_.valid())
-            end_of_writing();
+        if (writer_.valid())
+            finish_writing();
         if (ranks_.rank == 0)
-            ranks_.set_timeout(o_.timeout);  // the others may still wait for its disk
-        last_ = ranks_.broadcast(last_);
+            ranks_.set_timeout(o_.timeout);  // the other ranks may still be waiting for rank 0's disk
+        saved_step_ = ranks_.broadcast(saved_step_);
         ranks_.set_timeout(o_.timeout);
     }
 
@@ -85,34 +87,36 @@ class Checkpoints {
             save(step);
     }
 
-    // A checkpoint of what is good, also after an error. If it cannot be written, it is tried once
-    // more.
+    // The last checkpoint of the run. It is also written after an error, because the parameters are
+    // good. If writing fails, it is tried once more.
     void save_at_the_end(int step) {
         if (o_.output_dir.empty() || step == 0)
             return;
-        await();
-        for (int tries = 0; tries < 2 && last_ != step; tries++) {
+        wait();
+        for (int tries = 0; tries < 2 && saved_step_ != step; tries++) {
             save(step);
-            await();
+            wait();
         }
     }
 
-    // Makes the newest checkpoint the model's parameters and optimizer's state, and returns its
-    // step, or -1 if there is none. Rank 0 reads and sends, because the directory need not exist on
-    // other machines.
+    // Restores the model and the position in the data from the newest checkpoint. Returns its step,
+    // or -1 if there is none. Rank 0 reads for all ranks, because other machines need not have the
+    // directory.
     int restore() {
         ranks_.set_timeout(0);  // a disk may take its time
-        const int newest =
-            ranks_.broadcast(ranks_.rank > 0 ? -1 : checkpoint_to_resume(o_.output_dir));
+        int newest = -1;
+        if (ranks_.rank == 0)
+            newest = checkpoint_to_resume(o_.output_dir);
+        newest = ranks_.broadcast(newest);
         if (newest >= 0)
             restore(newest);
         ranks_.set_timeout(o_.first_timeout());
         return newest;
     }
 
-    // What to say when training cannot go on.
+    // What to say if training cannot continue.
     std::string last_good() const {
-        const std::string path = last_ < 0 ? "none" : model_path(o_.output_dir, last_);
+        const std::string path = saved_step_ < 0 ? "none" : model_path(o_.output_dir, saved_step_);
         return "last good checkpoint: " + path + "; a lower -l or a longer -u may help";
     }
 
@@ -120,27 +124,11 @@ class Checkpoints {
     static constexpr char kRemove[] =
         "remove it and its state to resume from the checkpoint before";
 
-    const Options& o_;
-    Model& model_;
-    const Ranks<typename Model::Dev>& ranks_;
-    Batches<Model>& batches_;
-    Stop<Model>& stop_;
-    Log& log_;
-    OutputDir* output_ = nullptr;  // null: this rank writes no files
-    Identity identity_;
-    // the parameters and the optimizer's state, pinned, on rank 0 alone
-    char* snapshot_ = nullptr;
-    std::future<void> written_;  // the last checkpoint, by write()
-    int writing_ = -1;           // its step
-    int tried_ = -1;             // the last step of which this process began to write a checkpoint
-    int last_ = -1;              // the last step of which there is a checkpoint
-    std::exception_ptr prune_error_;
-
-    // Training waits only for the snapshot, and for the checkpoint before if it is still being
-    // written.
+    // Training waits for the snapshot and, if the previous checkpoint is still being written, for
+    // that.
     void save(int step) {
         Range range("checkpoint");
-        await();
+        wait();
         check_parameters(model_, format("step %d: no checkpoint is written", step), last_good());
         const auto& dev = model_.dev;
         if (ranks_.rank == 0)
@@ -153,38 +141,42 @@ class Checkpoints {
             return;
 
         identity_.recipe = o_.recipe();
-        writing_ = step;
-        const Counters counters{uint64_t(step), 0, batches_.position()};
-        ranks_.set_timeout(0);  // without a thread to spare it is written here
-        written_ = start_async([this, counters] { write(counters); });
+        writing_step_ = step;
+        const Counters counters = {.step = uint64_t(step), .data = batches_.position()};
+        ranks_.set_timeout(0);  // if no thread can be started, the files are written right here
+        writer_ = start_async([this, counters] { write(counters); });
         ranks_.set_timeout(o_.timeout);
     }
 
-    // Runs while training goes on, and reads nothing that changes until await() returns. The model
-    // is written last, because a checkpoint is there when its model is.
+    // Runs in a thread. It reads nothing that changes before wait() or poll() has seen its end. The
+    // state is written first, because a checkpoint counts as complete once its model file exists.
     void write(Counters counters) {
         const double start = now();
         const int step = static_cast<int>(counters.step);
-        const std::string state = state_path(o_.output_dir, step);
-        const std::string path = model_path(o_.output_dir, step);
-        if (tried_ != step && access(path.c_str(), F_OK) == 0)
-            throw Error(path + ": is not this run's, and is not overwritten; move it away");
-        tried_ = step;
-        counters.model_checksum = checksum64(snapshot_, model_.params.bytes);
-        log_.sync();  // no checkpoint is ahead of its log, whatever happens
+        const std::string model_file = model_path(o_.output_dir, step);
+        const std::string state_file = state_path(o_.output_dir, step);
+        if (tried_step_ != step && access(model_file.c_str(), F_OK) == 0)
+            throw Error(model_file + ": is not this run's, and is not overwritten; move it away");
+        tried_step_ = step;
+
+        log_.sync();  // so that no checkpoint is ahead of its log, whatever happens
         log_.warn_if_replaced();
         output_->warn_if_replaced();
-        write_state(state, identity_, counters,
-                    {snapshot_ + model_.params.bytes, model_.adam.bytes * model_.shards()});
+
+        counters.model_checksum = checksum64(snapshot_, model_.params.bytes);
+        const Block optimizer = {snapshot_ + model_.params.bytes, optimizer_bytes()};
+        write_state(state_file, identity_, counters, optimizer);
         try {
-            write_model(path, {dtype_of<X>(), model_.config}, snapshot_);
+            write_model(model_file, my_header(), snapshot_);
         } catch (...) {
-            if (access(path.c_str(), F_OK))
-                unlink(state.c_str());  // what is tried next may need its space
+            // The next try may need the state's disk space.
+            if (access(model_file.c_str(), F_OK))
+                unlink(state_file.c_str());
             throw;
         }
-        std::printf("checkpoint %s (and state_%08d.bin): %.2f GB in %.2f s\n", path.c_str(), step,
-                    snapshot_bytes(model_) / 1e9, now() - start);
+        std::printf("checkpoint %s (and state_%08d.bin): %.2f GB in %.2f s\n", model_file.c_str(),
+                    step, snapshot_bytes(model_) / 1e9, now() - start);
+
         try {
             prune_checkpoints(o_.output_dir, o_.keep, o_.keep_every);
         } catch (const Error&) {
@@ -192,12 +184,12 @@ class Checkpoints {
         }
     }
 
-    // An error of writing ends the run, which then tries again. A checkpoint counts when it is
-    // whole, even if older ones could not be removed.
-    void end_of_writing() {
+    // An error of the writer stops the run, which then tries again at its end. The checkpoint
+    // counts once it is complete, even if older ones could not be removed.
+    void finish_writing() {
         stop_.defer_error([&] {
-            written_.get();
-            last_ = writing_;
+            writer_.get();
+            saved_step_ = writing_step_;
             if (prune_error_)
                 std::rethrow_exception(std::exchange(prune_error_, nullptr));
         });
@@ -206,13 +198,15 @@ class Checkpoints {
     void restore(int step) {
         const std::string path = model_path(o_.output_dir, step);
         identity_.recipe = o_.recipe();
-        std::unique_ptr<StateFile> state;  // of rank 0
+        std::unique_ptr<StateFile> state;  // null on ranks other than 0
         if (ranks_.rank == 0)
             state = open(step);
         const Counters counters = ranks_.broadcast(state ? state->counters : Counters{});
+
         if (state)
             read_parameters(path, counters.model_checksum);
         broadcast(model_, model_.params);
+
         scatter_optimizer(model_, [&](const StatePiece& piece) {
             const auto upload = [&](const FilePiece& read) {
                 model_.dev.upload(piece.device + read.offset, read.data, read.bytes);
@@ -224,28 +218,30 @@ class Checkpoints {
         if (state)
             state->check();
         model_.dev.sync();
+
         check_parameters(model_, path, kRemove);
         batches_.restore(counters.data);
-        last_ = step;
+        saved_step_ = step;
     }
 
+    // Opens the state of a checkpoint, and checks that it and the model file fit this run.
     std::unique_ptr<StateFile> open(int step) const {
         const std::string path = model_path(o_.output_dir, step);
         auto state = std::make_unique<StateFile>(state_path(o_.output_dir, step), identity_,
-                                                 model_.adam.bytes * model_.shards());
+                                                 optimizer_bytes());
         if (!state->recipe_changes.empty())
             std::printf("changed since the checkpoint: %s\n", state->recipe_changes.c_str());
         if (state->counters.step != uint64_t(step))
             refuse(state->file.path, "the step in it", step, state->counters.step,
-                   "give it and its model their names back");
+                   "rename it and its model back to the step at which they were written");
         const ModelHeader header = read_model_header(path);
-        const ModelHeader mine = {dtype_of<X>(), model_.config};
+        const ModelHeader mine = my_header();
         if (std::memcmp(&header, &mine, sizeof header))
-            refuse(path, "a model", words(mine), words(header), kRemove);
+            refuse(path, "a model", description(mine), description(header), kRemove);
         return state;
     }
 
-    // As they are in the file of a model like this one.
+    // Reads the parameters of a model file with my_header() into the model.
     void read_parameters(const std::string& path, uint64_t expected) {
         const InputFile file(path);
         const size_t bytes = model_.params.bytes;
@@ -257,4 +253,23 @@ class Checkpoints {
         if (checksum.value() != expected)
             refuse(path, "damaged parameters", hex(expected), hex(checksum.value()), kRemove);
     }
+
+    ModelHeader my_header() const { return {.dtype = dtype_of<X>(), .config = model_.config}; }
+    size_t optimizer_bytes() const { return model_.adam.bytes * model_.shards(); }  // all ranks'
+
+    const Options& o_;
+    Model& model_;
+    const Ranks<typename Model::Dev>& ranks_;
+    Batches<Model>& batches_;
+    Stop<Model>& stop_;
+    Log& log_;
+    OutputDir* output_ = nullptr;  // null on ranks that write no files
+    Identity identity_;
+    // The parameters, then the optimizer's state, in pinned memory. Null except on rank 0.
+    char* snapshot_ = nullptr;
+    std::future<void> writer_;  // runs write()
+    int writing_step_ = -1;     // the step that it writes, or wrote last
+    int tried_step_ = -1;       // the last step whose checkpoint this process began to write
+    int saved_step_ = -1;       // the last step that has a complete checkpoint
+    std::exception_ptr prune_error_;
 };

@@ -1,4 +1,4 @@
-// What a model needs: every tensor's bytes, and what to do if there are too few.
+// What a model needs in memory: every tensor's bytes, and what to do if there is too little.
 #pragma once
 #include <cstdio>
 #include <string>
@@ -6,29 +6,32 @@
 #include "common/error.h"
 #include "run/tensors.h"
 
-constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
+constexpr double kMiB = 1 << 20;
+constexpr double kGiB = 1 << 30;
 
-// Of a checkpoint in rank 0's host memory, from which it is written while training goes on.
+// The snapshot of a checkpoint in rank 0's host memory.
 template <class Model>
 size_t snapshot_bytes(const Model& model) {
     return model.ranks.rank > 0 ? 0 : model.params.bytes + model.adam.bytes * model.shards();
 }
 
-// Prints every tensor's size, and for what grows with the batch also the bytes that one token adds.
+// Prints the size of every tensor and, of activations, also the bytes per token.
 template <class Model>
 void print_memory_table(Model& model) {
     const double tokens = static_cast<double>(model.B) * model.T;
     std::printf("%-12s %-10s %-5s %6s %14s %12s %14s\n", "arena", "tensor", "dtype", "layers",
                 "elements", "MiB", "bytes/token");
-    for (const Arena* a : model.arenas())
+    for (const Arena* a : model.arenas()) {
         for (const TensorSpec& t : a->tensors) {
             const double bytes = static_cast<double>(t.elements() * size_of(t.dtype));
+            if (bytes == 0)
+                continue;
             const std::string per_token = a == &model.acts ? format("%.1f", bytes / tokens) : "";
-            if (bytes > 0)
-                std::printf("%-12s %-10s %-5s %6d %14zu %12.2f %14s\n", a->name, t.name,
-                            name_of(t.dtype), std::max(t.layers, 0), t.elements(), bytes / kMiB,
-                            per_token.c_str());
+            std::printf("%-12s %-10s %-5s %6d %14zu %12.2f %14s\n", a->name, t.name,
+                        name_of(t.dtype), std::max(t.layers, 0), t.elements(), bytes / kMiB,
+                        per_token.c_str());
         }
+    }
     std::printf("%-44s %26.2f %14.1f\n", "total, and activations per token",
                 model.total_bytes() / kMiB, model.acts.bytes / tokens);
     if (model.training)
@@ -36,39 +39,49 @@ void print_memory_table(Model& model) {
                     snapshot_bytes(model) / kMiB);
 }
 
-// "parameters 3.3, gradients 3.3, …", in a unit of so many bytes.
+// "parameters 3.3, gradients 3.3, …", in multiples of `unit` bytes.
 template <class Model>
 std::string by_arena(Model& model, double unit, int digits) {
     std::string text;
-    for (const Arena* a : model.arenas())
-        if (a->bytes)
-            text += format("%s%s %.*f", text.empty() ? "" : ", ", a->name, digits, a->bytes / unit);
+    for (const Arena* a : model.arenas()) {
+        if (a->bytes == 0)
+            continue;
+        text += text.empty() ? "" : ", ";
+        text += format("%s %.*f", a->name, digits, a->bytes / unit);
+    }
     return text;
 }
 
-// If there is too little memory, it says what each arena asked for and the largest -b that would
-// fit in what is free.
+// The largest B below the model's with which it would fit into `free_bytes`, or 0.
+template <class Model>
+int largest_batch(const Model& model, size_t free_bytes) {
+    for (int b = model.B - 1; b > 0; b--) {
+        auto settings = model.settings;
+        settings.B = b;
+        settings.micro_steps = 1;
+        Model smaller(model.dev, model.config, settings, model.ranks);
+        if (smaller.total_bytes() <= free_bytes)
+            return b;
+    }
+    return 0;
+}
+
+// Allocates the model's memory. If there is too little, the error says what each arena needs and
+// the largest -b that would fit.
 template <class Model>
 void allocate_or_explain(Model& model) {
     const size_t free_bytes = model.dev.free_bytes();
     if (model.total_bytes() <= free_bytes)
         return model.allocate();
-    const auto bytes_with = [&](int b) {
-        auto settings = model.settings;
-        settings.B = b;
-        settings.micro_steps = 1;
-        return Model(model.dev, model.config, settings, model.ranks).total_bytes();
-    };
-    int b = model.B - 1;
-    while (b > 0 && bytes_with(b) > free_bytes)
-        b--;
-    std::string way_out = b > 0 ? format("-b %d would fit", b)
-                                : "not even -b 1 fits: use a smaller -t, a smaller model, or more "
-                                  "GPUs with --context-parallel";
+
+    const int b = largest_batch(model, free_bytes);
+    std::string advice = b > 0 ? format("-b %d would fit", b)
+                               : "not even -b 1 fits: use a smaller -t, a smaller model, or more "
+                                 "GPUs with --context-parallel";
     if (model.training && model.recompute < 2)
-        way_out += "; --recompute 2 needs less";
+        advice += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
                              model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB,
                              model.B, model.sequence(), by_arena(model, kGiB, 2).c_str(),
-                             way_out.c_str()));
+                             advice.c_str()));
 }

@@ -1,7 +1,7 @@
-// The optimizer's state on its way between all ranks and rank 0's checkpoint, in the order in which
-// a single rank has it: m, v and master, each in the order of the parameters. If the optimizer is
-// sharded, the state moves in windows that fit into the memory of activations, where rank 0 puts
-// the ranks' parts together.
+// Moves the optimizer's state between all ranks and rank 0, which writes and reads checkpoints. In
+// a checkpoint the state has the order in which a single rank has it, for any number of ranks: m, v
+// and master, each in the order of the parameters. If the optimizer is sharded, rank 0 assembles it
+// from the ranks' shares, one window after another, in the memory of the activations.
 #pragma once
 #include <algorithm>
 
@@ -12,7 +12,9 @@
 
 namespace optimizer_state {
 
-// Elements of the whole state.
+enum class Direction { to_rank_0, from_rank_0 };
+
+// A part of the whole state, in elements.
 struct Window {
     size_t begin;
     size_t end;
@@ -20,12 +22,17 @@ struct Window {
 
 // Copies n elements between `own`, memory of rank r, and `whole`, memory of rank 0.
 template <class Model, class A>
-void copy_to_or_from_rank_0(Model& m, int r, A* own, A* whole, size_t n, bool to_rank_0) {
+void copy(Model& m, Direction direction, int r, A* own, A* whole, size_t n) {
     const size_t bytes = n * sizeof(A);
+    const bool to_rank_0 = direction == Direction::to_rank_0;
     if (r == 0) {
-        m.dev.copy(to_rank_0 ? whole : own, to_rank_0 ? own : whole, bytes);
+        if (to_rank_0)
+            m.dev.copy(whole, own, bytes);
+        else
+            m.dev.copy(own, whole, bytes);
         return;
     }
+
     auto& comm = *m.ranks.comm;
     const bool is_rank_0 = m.ranks.rank == 0;
     in_order(comm, [&] {
@@ -40,10 +47,10 @@ void copy_to_or_from_rank_0(Model& m, int r, A* own, A* whole, size_t n, bool to
     });
 }
 
-// Copies what every rank has of a window to `staged` on rank 0, or from there. All ranks call this
-// together.
+// Copies what each rank owns of a window to `staged`, memory of rank 0, or from there. All ranks
+// call this together.
 template <class Model>
-void exchange(Model& m, const Window& window, typename Model::A* staged, bool to_rank_0) {
+void exchange(Model& m, Direction direction, const Window& window, typename Model::A* staged) {
     const size_t n = m.num_parameters;
     const size_t own_n = n / m.ranks.size;
     auto* const own = m.optimizer().m;  // v and master follow without a gap
@@ -55,49 +62,52 @@ void exchange(Model& m, const Window& window, typename Model::A* staged, bool to
             if (m.ranks.rank != 0 && m.ranks.rank != r)
                 continue;
             for_each_part(m.share(r), first, last, [&](const SharePart& part) {
-                copy_to_or_from_rank_0(m, r, own + (array * own_n + part.state),
-                                       staged + (array_begin + part.parameter - window.begin),
-                                       part.count, to_rank_0);
+                copy(m, direction, r, own + (array * own_n + part.state),
+                     staged + (array_begin + part.parameter - window.begin), part.count);
             });
         }
     }
 }
 
-// Calls f(window) for the windows of a sharded state. Each is a whole number of a checksum's steps.
+// Calls f(window) for all windows of a sharded state. Each is a whole number of the checksum's
+// steps.
 template <class Model, class F>
 void for_each_window(Model& m, F f) {
     using A = typename Model::A;
-    const size_t most = m.acts.bytes / Checksum64::kStep * Checksum64::kStep / sizeof(A);
+    const size_t steps = m.acts.bytes / Checksum64::kStep;
+    const size_t most = steps * Checksum64::kStep / sizeof(A);
     const size_t all = m.num_parameters * (m.has_master ? 3 : 2);
     for (size_t begin = 0; begin < all; begin += most) {
-        f(Window{begin, std::min(all, begin + most)});
+        f(Window{.begin = begin, .end = std::min(all, begin + most)});
         note_progress();
     }
 }
 
 }  // namespace optimizer_state
 
-// A piece of the whole state in rank 0's device memory.
+// A piece of the whole state, in rank 0's device memory.
 struct StatePiece {
-    size_t offset;  // in the whole state
+    size_t offset;  // in the whole state, in bytes
     char* device;
     size_t bytes;
 };
 
-// Calls read(piece) on rank 0 for one piece of the state after the other. All ranks call this
+// On rank 0, calls read(piece) for one piece of the whole state after another. All ranks call this
 // together.
 template <class Model, class Read>
 void gather_optimizer(Model& m, Read read) {
     using A = typename Model::A;
+    using namespace optimizer_state;
     const bool is_rank_0 = m.ranks.rank == 0;
     if (!m.ranks.sharded) {
         if (is_rank_0)
             read(StatePiece{.offset = 0, .device = m.adam.base, .bytes = m.adam.bytes});
         return;
     }
-    optimizer_state::for_each_window(m, [&](const optimizer_state::Window& window) {
+
+    for_each_window(m, [&](const Window& window) {
         A* const staged = reinterpret_cast<A*>(m.acts.base);
-        optimizer_state::exchange(m, window, staged, true);
+        exchange(m, Direction::to_rank_0, window, staged);
         if (is_rank_0)
             read(StatePiece{.offset = window.begin * sizeof(A),
                             .device = m.acts.base,
@@ -105,11 +115,12 @@ void gather_optimizer(Model& m, Read read) {
     });
 }
 
-// Calls write(piece) on rank 0 for one piece of the state after the other, and gives every rank its
-// part.
+// On rank 0, calls write(piece) for one piece of the whole state after another, and sends every
+// rank its share. All ranks call this together.
 template <class Model, class Write>
 void scatter_optimizer(Model& m, Write write) {
     using A = typename Model::A;
+    using namespace optimizer_state;
     const bool is_rank_0 = m.ranks.rank == 0;
     if (!m.ranks.sharded) {
         if (is_rank_0)
@@ -117,12 +128,13 @@ void scatter_optimizer(Model& m, Write write) {
         broadcast(m, m.adam);
         return;
     }
-    optimizer_state::for_each_window(m, [&](const optimizer_state::Window& window) {
+
+    for_each_window(m, [&](const Window& window) {
         A* const staged = reinterpret_cast<A*>(m.acts.base);
         if (is_rank_0)
             write(StatePiece{.offset = window.begin * sizeof(A),
                              .device = m.acts.base,
                              .bytes = (window.end - window.begin) * sizeof(A)});
-        optimizer_state::exchange(m, window, staged, false);
+        exchange(m, Direction::from_rank_0, window, staged);
     });
 }
