@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads)
         __syncthreads();  // all warps are done with V
         if (leader && j + 1 < k_tiles)
             load_tile<Bc, HS>(v_smem, v_map, v_full, k0 + Bc, w);
-        tile.advance();
+        ++tile;
     }
 
     for (int r = 0; r < 2; r++) {
