@@ -183,7 +183,7 @@ struct Run {
         note_progress();
         stop.receive();
         if (!statistics.finite()) {
-            checkpoints.await();  // so that the last good one is whole
+            checkpoints.wait();  // so that the last good one is whole
             const std::string what = format("step %d: loss %g, gradient norm %g", step + 1,
                                             statistics.loss, statistics.norm);
             check_parameters(model, what, checkpoints.last_good());
