@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""GPT-2 from Hugging Face to this program and back, without loss.
+"""Converts GPT-2 from Hugging Face's format to ours and back, without loss.
 
-    # A name on the hub, or a folder with config.json and safetensors files.
+    # From a name on the hub, or from a folder with config.json and safetensors files:
     python3 scripts/hf.py import openai-community/gpt2 gpt2.bin
     ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'
 
-    # The newest model_….bin of a run, for transformers; after --bytes without tokenizer=.
+    # The newest model_….bin of a run, for transformers (after --bytes leave out tokenizer=):
     python3 scripts/hf.py export run1 my-gpt2
     pipeline("text-generation", "my-gpt2", tokenizer="gpt2")("Once")
 
-Needs: pip install -r scripts/requirements.txt. Only one tensor at a time is in memory.
+Needs: pip install -r scripts/requirements.txt. Only one tensor at a time is held in memory.
 
-The two formats differ: Hugging Face's Conv1D stores matrices as (in, out), ours are (out, in) and
+The formats differ: Hugging Face's Conv1D stores matrices as (in, out), ours are (out, in) and
 stacked over the layers, and our wte is padded with rows of zeros to a multiple of 128. A model that
 our program would compute differently is refused.
 """
@@ -41,20 +41,26 @@ from prepare_common import (
     write_file,
 )
 
-MAGIC, HEADER_INTS = 20240326, 256
-BYTE_VOCABULARY = 257  # tokens of a model without merges: 256 bytes and <|endoftext|>
-VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
-PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
-# In our header from index 2, then padded V.
+# Our file begins with 256 int32: magic, version, SIZES by transformers' names, and padded V.
+MAGIC = 20240326
+HEADER_INTS = 256
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
-# What the program computes, by transformers' names. Exports have the first.
-ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
-STORAGE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bf16: its bits
+BYTE_VOCABULARY = 257  # tokens of a model without merges: 256 bytes and <|endoftext|>
+
+# Types have the names that safetensors gives them.
+TYPE_OF_VERSION = {3: "F32", 5: "BF16"}
+VERSION_OF_TYPE = {dtype: version for version, dtype in TYPE_OF_VERSION.items()}
+TYPE_OF_PRECISION = {"fp32": "F32", "bf16": "BF16"}
+NUMPY_TYPE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bf16: its bits
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+# Names that transformers has for the activation that our program computes. Exports use the first.
+ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 
 
 def tensors(c):
-    """Every tensor in the order of our file: Hugging Face's name, and our shape without padding."""
+    """Every tensor in the order of our file: Hugging Face's name, and our shape without padding.
+    `c` is a configuration."""
     L, C = c["n_layer"], c["n_embd"]
     block = {
         "ln_1.weight": (C,),
@@ -85,13 +91,26 @@ def convert(name, x, have, want):
     """A tensor's bytes for the other format: converted to another storage type, and transposed if
     it is a Conv1D's matrix. Conversion to bf16 rounds to nearest, ties to even."""
     if have != want:
-        x = (x.astype("<u4") << 16).view("<f4") if have == "BF16" else x.astype("<f4")
+        x = to_fp32(x, have)
         if want == "BF16":
-            bits = x.view("<u4")
-            # This sum could carry a NaN into infinity.
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            x = np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype("<u2")
+            x = to_bf16(x)
     return np.ascontiguousarray(x.T if is_conv1d(name) else x).data
+
+
+def to_fp32(x, dtype):
+    if dtype == "BF16":
+        return (x.astype("<u4") << 16).view("<f4")
+    return x.astype("<f4")
+
+
+def to_bf16(x):
+    bits = x.view("<u4")
+    is_odd = (bits >> 16) & 1
+    rounded = (bits + 0x7FFF + is_odd) >> 16
+    # For a NaN the sum could carry into the exponent. 0x40 keeps the mantissa from becoming zero,
+    # which would be infinity.
+    nan = (bits >> 16) | 0x40
+    return np.where(np.isnan(x), nan, rounded).astype("<u2")
 
 
 def read_safetensors(path):
@@ -103,42 +122,39 @@ def read_safetensors(path):
         header.pop("__metadata__", None)
         data = np.memmap(path, np.uint8, "r", 8 + length)
         found = {}
-        for name, e in header.items():
+        for name, entry in header.items():
             name = name.removeprefix("transformer.")
             if name in found:
                 raise Fail(
-                    f"{path}: tensor {name} is here twice, with and without the prefix "
+                    f"{path}: tensor {name} is stored twice, with and without the prefix "
                     "transformer.; get the file again"
                 )
-            found[name] = e["dtype"], tuple(e["shape"]), data[slice(*e["data_offsets"])]
+            begin, end = entry["data_offsets"]
+            found[name] = entry["dtype"], tuple(entry["shape"]), data[begin:end]
         return found
 
 
 def end_of_text(config):
-    """The id of <|endoftext|>, which both begins and ends a text: known in GPT-2's vocabulary and
-    in the one of single bytes."""
+    """The id of <|endoftext|>, which both begins and ends a text. It is known for GPT-2's
+    vocabulary and for that of single bytes; None for others."""
     if config["vocab_size"] == BYTE_VOCABULARY:
         return BYTE_VOCABULARY - 1
     return END_OF_TEXT if config["vocab_size"] > END_OF_TEXT else None
 
 
 def find_folder(source):
+    """The folder `source`, or else one with the hub's model of this name."""
     if os.path.exists(source):
         return Path(source)
+    patterns = ["config.json", "model*.safetensors"]
     with asking_hub(f"{source}: no such folder") as hub:
-        return Path(
-            hub.snapshot_download(source, allow_patterns=["config.json", "model*.safetensors"])
-        )
+        return Path(hub.snapshot_download(source, allow_patterns=patterns))
 
 
-def read_config(path):
-    check_fetched(path)
-    with reading(path):
-        config = dict(json.loads(path.read_text(encoding="utf-8")))
-    # A missing key means the library's default. Of the activation that is this one, whatever the
-    # program computes.
-    config.setdefault("activation_function", "gelu_new")
-    # What would make it another model. The library's default of the other keys is the first here.
+def check_architecture(path, config):
+    """Fails if any setting would make it another model than plain GPT-2."""
+    # A missing key means transformers' default, which is the first value here. That of the
+    # activation has been filled in: it does not depend on what our program computes.
     allowed = {
         "model_type": ("gpt2",),
         "activation_function": ACTIVATIONS,
@@ -155,6 +171,9 @@ def read_config(path):
                 f"{path}: {key}: expected {values[0]}, found {config[key]}; "
                 "only plain GPT-2 can be read"
             )
+
+
+def check_sizes(path, config):
     for key in SIZES:
         if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
             raise Fail(
@@ -166,22 +185,37 @@ def read_config(path):
             f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, "
             f"found {config['n_embd']}"
         )
-    # Our file does not say which token begins and ends a text: the program goes by the vocabulary's
-    # size. A library's default is GPT-2's token, whatever the size.
+
+
+def check_end_of_text(path, config):
+    """Our file does not say which token begins and ends a text: the program infers it from the
+    vocabulary's size. Many configurations name GPT-2's token whatever the size, so it is allowed,
+    too."""
+    known = (END_OF_TEXT, end_of_text(config))
     for key in "bos_token_id", "eos_token_id":
         found = config.get(key)
-        if found is None or type(found) is int and found in (END_OF_TEXT, end_of_text(config)):
+        if found is None or (type(found) is int and found in known):
             continue
         expected = end_of_text(config) or END_OF_TEXT
         raise Fail(
-            f"{path}: {key}: expected {expected}, found {found!r}; texts would begin and "
-            "end with another token here, so give a model that has GPT-2's tokens"
+            f"{path}: {key}: expected {expected}, found {found!r}; our program would begin and end "
+            "texts with another token, so give a model that has GPT-2's tokens"
         )
+
+
+def read_config(path):
+    check_fetched(path)
+    with reading(path):
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    config.setdefault("activation_function", "gelu_new")
+    check_architecture(path, config)
+    check_sizes(path, config)
+    check_end_of_text(path, config)
     return config
 
 
 def read_tensors(folder, config):
-    """Checked to be GPT-2's, all of them and no others: name → (storage type, shape, bytes)."""
+    """name → (type, shape, bytes). Fails unless these are exactly GPT-2's tensors."""
     files = [folder / "model.safetensors"]
     if not files[0].exists():
         files = sorted(folder.glob("model-*.safetensors"))  # a large model, in several files
@@ -192,27 +226,37 @@ def read_tensors(folder, config):
     found = {}
     for file in files:
         check_fetched(file)
-        of_file = read_safetensors(file)
-        if twice := of_file.keys() & found.keys():
-            raise Fail(f"{file}: tensor {min(twice)} is here a second time; get the folder again")
-        found.update(of_file)
-    # Checked before tensors() makes a list of as many layers as a damaged config.json claims.
+        more = read_safetensors(file)
+        twice = more.keys() & found.keys()
+        if twice:
+            raise Fail(f"{file}: tensor {min(twice)} is stored twice; get the folder again")
+        found.update(more)
+
+    check_tensors(folder, config, found)
+    return found
+
+
+def check_tensors(folder, config, found):
+    # Before tensors() makes a list of as many layers as a damaged config.json claims.
     if config["n_layer"] > len(found):
         raise Fail(f"{folder}: fewer tensors than the n_layer of config.json")
+
     wanted = dict(tensors(config))
     for name, shape in wanted.items():
         dtype, have, _ = found.get(name, ("none", "none", None))
-        shape = shape[::-1] if is_conv1d(name) else shape
-        if dtype not in STORAGE or have != shape:
+        want = shape[::-1] if is_conv1d(name) else shape
+        if dtype not in NUMPY_TYPE or have != want:
             raise Fail(
-                f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {shape}, "
+                f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {want}, "
                 f"found {dtype} of {have}"
             )
-    for name, tensor in found.items():
+
+    for name, (dtype, shape, data) in found.items():
         is_causal_mask = re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name)
-        if name == "lm_head.weight":  # of an older library; tied, it is wte
-            wte = found["wte.weight"]
-            if tensor[:2] != wte[:2] or not np.array_equal(tensor[2], wte[2]):
+        if name == "lm_head.weight":  # old versions of transformers store it; tied, it equals wte
+            wte_type, wte_shape, wte = found["wte.weight"]
+            is_same_type = dtype == wte_type and shape == wte_shape
+            if not is_same_type or not np.array_equal(data, wte):
                 raise Fail(
                     f"{folder}: lm_head.weight is not wte.weight; only tied embeddings can be read"
                 )
@@ -220,31 +264,27 @@ def read_tensors(folder, config):
             raise Fail(
                 f"{folder}: tensor {name}: GPT-2 as config.json describes it has none of this name"
             )
-    return found
 
 
 def import_model(source, out, want, _):
+    """Writes the checkpoint `out` with the type `want`, or with the source's type if it is None.
+    Returns configuration and type."""
     folder = find_folder(source)
     config = read_config(folder / "config.json")
     found = read_tensors(folder, config)
-    want = want or (
-        "BF16" if all(found[name][0] == "BF16" for name, _ in tensors(config)) else "F32"
-    )
-    version = next(v for v, dtype in VERSIONS.items() if dtype == want)
+    if want is None:
+        is_bf16 = all(found[name][0] == "BF16" for name, _ in tensors(config))
+        want = "BF16" if is_bf16 else "F32"
     padding = -config["vocab_size"] % 128
 
     def chunks():
+        sizes = [config[key] for key in SIZES]
         header = np.zeros(HEADER_INTS, "<i4")
-        header[:8] = [
-            MAGIC,
-            version,
-            *(config[key] for key in SIZES),
-            config["vocab_size"] + padding,
-        ]
+        header[:8] = [MAGIC, VERSION_OF_TYPE[want], *sizes, config["vocab_size"] + padding]
         yield header.data
         for name, _ in progress(iterable=tensors(config), unit=" tensors"):
             have, shape, data = found[name]
-            yield convert(name, data.view(STORAGE[have]).reshape(shape), have, want)
+            yield convert(name, data.view(NUMPY_TYPE[have]).reshape(shape), have, want)
             if name == "wte.weight":
                 yield bytes(padding * config["n_embd"] * ITEM_BYTES[want])
 
@@ -253,50 +293,54 @@ def import_model(source, out, want, _):
 
 
 def newest_model(folder):
-    """Follows the trainer's rule: of the files with a checkpoint's name, the one with the largest
-    step, whether its state is there or not."""
-    found = [
-        re.fullmatch(r"model_([0-9]{8}|[1-9][0-9]{8,9})\.bin", name) for name in os.listdir(folder)
-    ]
-    if not any(found):
+    """Like the trainer, chooses the largest step among the files that are named as checkpoints are,
+    whether or not its state is there."""
+    is_model = re.compile(r"model_([0-9]{8}|[1-9][0-9]{8,9})\.bin").fullmatch
+    by_step = {int(found[1]): found[0] for found in map(is_model, os.listdir(folder)) if found}
+    if not by_step:
         raise Fail(
             f"{folder}: expected a file, or a folder with one such as model_00001000.bin; "
             "give a run's folder"
         )
-    return Path(folder, max(filter(None, found), key=lambda name: int(name[1]))[0])
+    return Path(folder, by_step[max(by_step)])
 
 
 def read_model(path):
-    """Reads our checkpoint, or a run's newest: sizes, rows of padding, storage type, and the
-    parameters as one flat array."""
-    path = newest_model(path) if os.path.isdir(path) else path
+    """Reads our checkpoint, or a run's newest: sizes, rows of padding, type, and the parameters as
+    one flat array."""
+    if os.path.isdir(path):
+        path = newest_model(path)
     check_fetched(path)
     header = np.fromfile(path, "<i4", HEADER_INTS)
-    if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
+    if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in TYPE_OF_VERSION:
         raise Fail(
             f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), "
             f"found {header[:2].tolist()}; give a model checkpoint of this program or of llm.c "
             "(a model_….bin, not a state_….bin)"
         )
-    config, dtype = dict(zip(SIZES, header[2:7].tolist())), VERSIONS[int(header[1])]
+    dtype = TYPE_OF_VERSION[int(header[1])]
+    config = dict(zip(SIZES, header[2:7].tolist()))
     padding = int(header[7]) - config["vocab_size"]
     size = os.path.getsize(path)
     if (
         min(config.values()) < 1
         or not 0 <= padding < 128
-        or config["n_embd"] % config["n_head"]
+        or config["n_embd"] % config["n_head"] != 0
         or config["n_layer"] > size
     ):
         raise Fail(f"{path}: {DAMAGED}: {config}, padded vocabulary {header[7]}")
+
     count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
-    if size != (expected := header.nbytes + count * ITEM_BYTES[dtype]):
+    expected = header.nbytes + count * ITEM_BYTES[dtype]
+    if size != expected:
         raise Fail(f"{path}: {DAMAGED}: expected {expected} bytes, found {size}")
-    return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
+    return config, padding, dtype, np.memmap(path, NUMPY_TYPE[dtype], "r", header.nbytes)
 
 
-def byte_tokenizer(config, end):
-    """{name: text} of a tokenizer whose tokens are single bytes, in GPT-2's order."""
-    vocabulary = {**{SHOWN[byte]: id for id, byte in enumerate(BYTES)}, "<|endoftext|>": end}
+def byte_tokenizer(config, end_id):
+    """The files {name: text} of a tokenizer whose tokens are single bytes, in GPT-2's order."""
+    vocabulary = {SHOWN[byte]: id for id, byte in enumerate(BYTES)}
+    vocabulary["<|endoftext|>"] = end_id
     settings = {
         "tokenizer_class": "GPT2Tokenizer",
         "clean_up_tokenization_spaces": False,
@@ -309,38 +353,26 @@ def byte_tokenizer(config, end):
     }
 
 
-def export_model(path, out, want, of_bytes):
-    config, padding, have, parameters = read_model(path)
-    want = want or have
-    end = end_of_text(config)
-    ends = {"bos_token_id": end, "eos_token_id": end}
-    if of_bytes and not end:
-        raise Fail(
-            f"{path}: no tokenizer for a vocabulary of {config['vocab_size']}; leave out --bytes"
-        )
-    is_of_bytes = of_bytes or config["vocab_size"] == BYTE_VOCABULARY
-    files = byte_tokenizer(config, end) if is_of_bytes else {}
-    header, position = {"__metadata__": {"format": "pt"}}, 0
+def safetensors_header(config, dtype):
+    """The beginning of the file, up to the tensors."""
+    entries = {"__metadata__": {"format": "pt"}}
+    begin = 0
     for name, shape in tensors(config):
-        behind = position + math.prod(shape) * ITEM_BYTES[want]
-        shape = shape[::-1] if is_conv1d(name) else shape
-        header["transformer." + name] = {
-            "dtype": want,
-            "shape": shape,
-            "data_offsets": [position, behind],
+        end = begin + math.prod(shape) * ITEM_BYTES[dtype]
+        entries["transformer." + name] = {
+            "dtype": dtype,
+            "shape": shape[::-1] if is_conv1d(name) else shape,
+            "data_offsets": [begin, end],
         }
-        position = behind
-    header = json.dumps(header).encode()
-    header += b" " * (-len(header) % 8)  # the data begins aligned
+        begin = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)  # so that the data is aligned
+    return len(header).to_bytes(8, "little") + header
 
-    def chunks():
-        yield len(header).to_bytes(8, "little") + header
-        at = 0
-        for name, shape in progress(iterable=tensors(config), unit=" tensors"):
-            yield convert(name, parameters[at : at + math.prod(shape)].reshape(shape), have, want)
-            at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
-    model = {
+def transformers_config(config, dtype, ends):
+    """What config.json says."""
+    return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         **config,
@@ -353,59 +385,92 @@ def export_model(path, out, want, of_bytes):
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
         "resid_pdrop": 0.0,
-        "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[want],
+        "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[dtype],
         **ends,
     }
-    files.update(
-        {"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)}
-    )
+
+
+def export_model(path, out, want, with_bytes):
+    """Writes the folder `out` with the type `want`, or with the checkpoint's type if it is None.
+    Returns configuration and type."""
+    config, padding, have, parameters = read_model(path)
+    want = want or have
+    end_id = end_of_text(config)
+    if with_bytes and end_id is None:
+        raise Fail(
+            f"{path}: no tokenizer for a vocabulary of {config['vocab_size']}; leave out --bytes"
+        )
+    with_bytes = with_bytes or config["vocab_size"] == BYTE_VOCABULARY
+
+    def chunks():
+        yield safetensors_header(config, want)
+        begin = 0
+        for name, shape in progress(iterable=tensors(config), unit=" tensors"):
+            end = begin + math.prod(shape)
+            yield convert(name, parameters[begin:end].reshape(shape), have, want)
+            begin = end
+            if name == "wte.weight":
+                begin += padding * config["n_embd"]
+
+    ends = {"bos_token_id": end_id, "eos_token_id": end_id}
+    files = byte_tokenizer(config, end_id) if with_bytes else {}
+    files["config.json"] = json.dumps(transformers_config(config, want, ends), indent=2)
+    files["generation_config.json"] = json.dumps(ends)
     out.mkdir()
     for name, content in files.items():
         write_file(out / name, [content.encode()])
     write_file(out / "model.safetensors", chunks())
-    if end and not is_of_bytes:
+    if end_id is not None and not with_bytes:
         print(
-            f"{out.name}: no tokenizer, and transformers loads an empty one without an error; "
-            'give it tokenizer="gpt2", '
+            f"{out.name}: no tokenizer, and transformers would silently load an empty one; "
+            'pass tokenizer="gpt2" to it, '
             "or export with --bytes if the model was trained without --tokenizer"
         )
     return config, want
 
 
+def convert_model(a):
+    """Writes the output whole or not at all, and returns its configuration and type."""
+    if os.path.lexists(a.out):
+        raise Fail(f"{a.out}: exists already; remove it or choose another name")
+    run = import_model if a.command == "import" else export_model
+    want = TYPE_OF_PRECISION.get(a.precision)
+    with tempfile.TemporaryDirectory(prefix=f"{a.out.name}.tmp.", dir=a.out.parent) as folder:
+        made = Path(folder, a.out.name)
+        config, dtype = run(a.source, made, want, a.bytes)
+        os.rename(made, a.out)
+    return config, dtype
+
+
 @check_stdout()
 def main():
-    global np  # --help needs none
+    global np  # imported below, because --help works without numpy
     arg = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arg.add_argument("command", choices=["import", "export"])
     arg.add_argument(
-        "source", help="import: folder or name on the hub; export: a checkpoint, or a run's folder"
+        "source",
+        help="import: a folder, or a name on the hub; export: a checkpoint, or a run's folder",
     )
     arg.add_argument("out", type=Path, help="import: checkpoint to write; export: folder to write")
     arg.add_argument(
         "--precision",
-        choices=PRECISIONS,
-        help="of the output; default: bf16 if all of the source is, else fp32",
+        choices=TYPE_OF_PRECISION,
+        help="precision of the output (default: bf16 if the whole source is bf16, else fp32)",
     )
     arg.add_argument(
         "--bytes",
         action="store_true",
-        help="export: with a tokenizer of single bytes, for a model that "
-        "was trained without --tokenizer; default: if the vocabulary has 257 tokens",
+        help="export: add a tokenizer of single bytes, for a model that was trained without "
+        "--tokenizer (default if the vocabulary has 257 tokens)",
     )
     a = arg.parse_args()
     if a.bytes and a.command == "import":
-        arg.error("--bytes belongs to export; an import has the weights alone")
+        arg.error("--bytes is for export only: an import reads no tokenizer")
     try:
         np = need("numpy")
-        if os.path.lexists(a.out):
-            raise Fail(f"{a.out}: exists already; remove it or choose another name")
-        convert_model = import_model if a.command == "import" else export_model
-        with tempfile.TemporaryDirectory(prefix=f"{a.out.name}.tmp.", dir=a.out.parent) as folder:
-            made = Path(folder, a.out.name)
-            config, dtype = convert_model(a.source, made, PRECISIONS.get(a.precision), a.bytes)
-            os.rename(made, a.out)
+        config, dtype = convert_model(a)
     except Fail as e:
         sys.exit(f"hf.py: {e}")
     except OSError as e:

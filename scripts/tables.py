@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Makes the tables and plots of the READMEs from what was measured, dev/results/*/*.jsonl.
+"""Makes the tables and plots of the READMEs from the measured rows in dev/results/*/*.jsonl.
 
-A page has a line <!-- table: NAME --> above a table and <!-- end --> below it. NAME is one of
+A page has a line <!-- table: NAME --> above each table and <!-- end --> below it. NAME is one of
 TABLES, at the end of this file, or
 
     speed KERNEL    a sentence that says how fast a kernel of attention/ is
     quote FILE      the lines of attention/FILE between // [quote] and // [end]
 
-Plots are SVG files beside the rows that they show.
+Plots are SVG files in the folder of the rows that they show.
 
     python3 scripts/tables.py            writes all tables and plots
-    python3 scripts/tables.py --check    writes nothing; exit code 1 names tables that are stale
+    python3 scripts/tables.py --check    writes nothing; names stale tables and exits with 1
 """
 
 import itertools
@@ -26,7 +26,7 @@ try:
     import numpy as np
     import pandas as pd
 except ImportError:
-    pd = None  # --help works without it
+    pd = None  # --help works without pandas
 
 STEP = ["model", "dtype", "B", "T"]
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
@@ -49,9 +49,9 @@ RUNGS = {
 def newest_rows(path, where, apart):
     """The rows of a file that match `where` and belong to its newest run.
 
-    Figures of different runs are not comparable, so a table does not mix them. The exception is
-    rows that differ in one of the fields `apart`: each combination of these has a newest run of its
-    own. Rows of sources that differed from their commit are never shown.
+    Figures of different runs are not comparable, so a table does not mix them. But each combination
+    of the fields `apart` may have a newest run of its own. Rows that were measured with uncommitted
+    changes are never shown.
     """
     rows = pd.DataFrame([row for _, row in results.json_rows(path)])
     if rows.empty:
@@ -69,12 +69,14 @@ def paragraph(text):
 
 
 def cell(value):
-    """A value as text. Measured figures get three digits, as many as two runs agree in."""
+    """A value as text. Measured figures get three digits, as many as two runs agree on."""
     if pd.isna(value):
         return "–"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.0f}" if abs(value) >= 100 or value.is_integer() else f"{value:#.3g}"
+    if abs(value) >= 100 or value.is_integer():
+        return f"{value:.0f}"
+    return f"{value:#.3g}"
 
 
 def table(rows, frame):
@@ -84,7 +86,8 @@ def table(rows, frame):
     caption = paragraph(f"{'; '.join(machines)}. Measured {', '.join(sorted(dates))}.")
     rule = ["---"] + ["--:"] * (len(frame.columns) - 1)
     lines = [frame.columns, rule, *frame.astype(object).to_numpy()]
-    return "\n".join([caption, ""] + ["| " + " | ".join(map(cell, line)) + " |" for line in lines])
+    text = ["| " + " | ".join(map(cell, line)) + " |" for line in lines]
+    return "\n".join([caption, "", *text])
 
 
 def filled(rows, template):
@@ -95,7 +98,7 @@ def filled(rows, template):
 def crossed(rows, by, across, columns):
     """A line for each combination of the fields `by`, a column for each value of `across`.
 
-    The cells are what the rows have in their field "cell".
+    The rows' field "cell" is what the cells show.
     """
     frame = rows.pivot_table(index=by, columns=across, values="cell", aggfunc="last", sort=False)
     return frame.reindex(columns=columns).reset_index()
@@ -108,7 +111,7 @@ def kind_of(kernel):
 
 
 def kernels_of(rows):
-    """naive, then the libraries', then ours, each in the order in which they were measured."""
+    """naive, then those of libraries, then ours, each in the order in which they were measured."""
     order = ["naive", "library", "ours"]
     return sorted(rows["kernel"].unique(), key=lambda kernel: order.index(kind_of(kernel)))
 
@@ -134,7 +137,8 @@ def rungs(rows):
     of_gemm = rows["tflops"] / rows["gemm_tflops"]
     rows = rows.assign(gemm=of_gemm, library=rows["tflops"] / fastest)
     rows = rows[rows["kernel"].isin(RUNGS)]
-    return rows[(rows["kernel"] != "naive") | (rows["dtype"] == "fp32")]  # naive is in both types
+    # naive was measured in both types. The ladder shows it in fp32.
+    return rows[(rows["kernel"] != "naive") | (rows["dtype"] == "fp32")]
 
 
 def ladder(rows):
@@ -143,21 +147,18 @@ def ladder(rows):
     rows["cell"] = figures.str.removesuffix(", nan%")
     passes = crossed(rows, "kernel", "pass", ["fwd", "bwd"]).set_index("kernel").reindex(RUNGS)
     forward = rows[rows["pass"] == "fwd"].set_index("kernel")["gemm"].reindex(RUNGS).fillna(0)
-    return table(
-        rows,
-        pd.DataFrame(
-            {
-                "rung": [f"[{kernel}](attention/{kernel}.cu)" for kernel in RUNGS],
-                "new": RUNGS.values(),
-                "forward: GEMM, library": passes["fwd"].values,
-                "backward: GEMM, library": passes["bwd"].values,
-                "": ["█" * round(20 * min(1, share)) for share in forward],
-            }
-        ),
-    )
+    columns = {
+        "rung": [f"[{kernel}](attention/{kernel}.cu)" for kernel in RUNGS],
+        "new": RUNGS.values(),
+        "forward: GEMM, library": passes["fwd"].values,
+        "backward: GEMM, library": passes["bwd"].values,
+        "": ["█" * round(20 * min(1, share)) for share in forward],
+    }
+    return table(rows, pd.DataFrame(columns))
 
 
 def speed(rows, kernel):
+    """A sentence about one kernel."""
     rows = rungs(rows)
     rows = rows[rows["kernel"] == kernel].sort_values("pass", ascending=False)
     if rows.empty:
@@ -170,7 +171,7 @@ def speed(rows, kernel):
 
 
 def accuracy(rows):
-    """The worst of all lengths, head sizes and inputs."""
+    """The worst error over all lengths, head sizes and inputs."""
     worst = rows[rows["kernel"] != "naive"].groupby(["dtype", "kernel", "tensor"], sort=False)
     ratios = worst[["ratio_max", "ratio_l2"]].max(skipna=False).reset_index()
     ratios["cell"] = filled(ratios, "{ratio_max:.2f} / {ratio_l2:.2f}")
@@ -183,7 +184,7 @@ def accuracy_example(rows):
 
 
 def train(rows):
-    rows["ids"] = rows["ids"].fillna("uniform")  # what older rows do not say
+    rows["ids"] = rows["ids"].fillna("uniform")  # older rows do not have this field
     if "sdpa" in rows:
         rows["attention"] = rows["sdpa"].fillna(rows["attention"])
     rows = rows.sort_values([*STEP, "kernel", "attention", "recompute"])
@@ -194,7 +195,7 @@ def train(rows):
 
 
 def step(rows):
-    """The trainer beside other programs, at the shapes and in the newest run that others have."""
+    """The trainer and other programs, in the newest run with others and at their batch sizes."""
     others = rows[rows["kernel"] != "train_gpt2cu"]
     if others.empty:
         return ""
@@ -236,7 +237,7 @@ def torch(rows):
 
 
 def default_run(rows):
-    """What the newest default run was, and the beginnings of its first and last samples."""
+    """What the newest default run was, and the beginnings of its first and its last sample."""
     rows = rows.sort_values("step").iloc[[0, -1]]
     about = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no
         model can pass the floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made
@@ -253,7 +254,7 @@ def start(rows):
 
 
 def scaling(rows):
-    """Weak scaling, and how far the losses of several ranks are from one GPU's."""
+    """Weak scaling, and how far the losses of several ranks are from those of one GPU."""
     ranks = ["model", "gpus", "zero"]
     losses = rows[rows["what"] == "losses"].set_index(ranks)["apart"].rename("losses apart")
     rows = rows[rows["what"] == "speed"].join(losses, on=ranks).sort_values(ranks)
@@ -392,7 +393,7 @@ def plot_ring(plt, rows):
 def plot_memory(plt, rows):
     """Flash as measured, and what naive would need.
 
-    naive also keeps T×T elements of P for each of 12 heads in 12 layers, and of dP in one.
+    naive also stores T×T elements of P for each of 12 heads in 12 layers, and of dP in one layer.
     """
     figure, axes = plt.subplots(figsize=(10, 4.6))
     for (dtype, flash), colour in zip(rows.sort_values("T").groupby("dtype"), plot.COLOURS):
@@ -472,7 +473,7 @@ def quote(file):
 
 
 def text_of(name):
-    """What a page has between the markers of this name."""
+    """The text between a page's markers of this name."""
     kind, _, what = name.partition(" ")
     if kind == "quote":
         return quote(what)
@@ -483,19 +484,19 @@ def text_of(name):
     else:
         results.fail(f'no table "{name}"; there are quote, speed, {", ".join(TABLES)}')
     texts = [source.make(rows) for _, rows in rows_of_gpus(source)]
-    text = "\n\n".join(filter(None, texts))
+    text = "\n\n".join(text for text in texts if text)
     return text or f"Not measured yet: `scripts/measure.sh {source.part}`"
 
 
 def renewed(page):
-    """The page's text with its tables made anew, and the names of those that have changed."""
+    """The page's text with its tables regenerated, and the names of those that have changed."""
     changed = []
 
     def between(match):
         begin, name, old, end = match.groups()
         new = text_of(name)
         if page.parent.name == "attention":
-            new = new.replace("](attention/", "](")  # a link starts where its page is
+            new = new.replace("](attention/", "](")  # links are relative to their page
         if new != old:
             changed.append(f"{page.relative_to(results.ROOT)}: {name}")
         return begin + new + end
@@ -515,7 +516,9 @@ def draw_plots():
 @results.check_stdout()
 def main():
     arg = results.arguments(__doc__)
-    arg.add_argument("--check", action="store_true", help="only compare the tables")
+    arg.add_argument(
+        "--check", action="store_true", help="only compare the tables; exit code 1 if any is stale"
+    )
     check = arg.parse_args().check
     if not pd:
         results.fail("needs pandas: pip install -r scripts/requirements.txt")
@@ -528,7 +531,9 @@ def main():
     if not check:
         draw_plots()
     elif stale:
-        results.fail(f"not what dev/results has: {', '.join(stale)}; run it without --check")
+        results.fail(
+            f"these differ from the rows in dev/results: {', '.join(stale)}; run without --check"
+        )
 
 
 if __name__ == "__main__":
