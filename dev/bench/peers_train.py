@@ -2,26 +2,26 @@
 """Times a plain PyTorch GPT-2 and ./dev/bench_train in one run, on the same shapes: tokens per
 second and memory.
 
-    make benches && python3 dev/bench/peers_train.py  # without PyTorch or a GPU: skipped, code 0
+    make benches && python3 dev/bench/peers_train.py  # exits with 0 without PyTorch or a GPU
     python3 dev/bench/peers_train.py --model d24 --shapes 16x1024,4x1024 --json
 
 The peer is what people run: the same model under torch.compile, matmuls and attention in bf16 by
-autocast over fp32 weights, F.scaled_dot_product_attention, fused AdamW, and gradients clipped at
-norm 1. It shares bench_train's initial weights, learning rate, weight decay, token ids with the
-frequencies of text, and vocabulary of 50257 padded to 50304. What is timed is also the same: the
-whole step, from uploading its batch to reading back the loss, as the mean of 5 s of steps after 3 s
-of warm-up.
+autocast over fp32 weights, F.scaled_dot_product_attention, fused AdamW, and gradients clipped to
+norm 1. It has the initial weights, learning rate, weight decay, token ids with the frequencies of
+text, and vocabulary of 50257 padded to 50304 of bench_train. The same is timed, too: the whole
+step, from uploading its batch to reading back the loss, as the mean of 5 s of steps after 3 s of
+warm-up.
 
 Each attention backend (FlashAttention 2 and cuDNN's) trains in a process of its own, and the faster
 one is recorded. Before it is timed, the loss must start at ln V and fall over 20 steps on one
 batch. "GiB" is the device memory in use after the last step, including the CUDA context and all
 that PyTorch's allocator holds for the peak of a step. Ours runs at -r 1, the default, and at -r 0,
-which recomputes nothing, as the peers do. "ours/peer" is how many times as fast ours is at -r 0:
-above 1, ours wins.
+which recomputes nothing; neither do the peers. "ours/peer" is how many times as fast ours is at
+-r 0: above 1, ours wins.
 
---llmc PROGRAM is llm.c's train_gpt2cu, built with cuDNN as its README says. It runs on such tokens
-at -r 0, once with each of -ge 0, 1 and 2. The fastest is recorded, with the milliseconds and the
-memory that it prints.
+--llmc PROGRAM is llm.c's train_gpt2cu, built with cuDNN as its README says. It trains on such
+tokens at -r 0, once with each of -ge 0, 1 and 2. The fastest is recorded, with the milliseconds and
+the memory that it prints.
 """
 
 import argparse
@@ -41,35 +41,28 @@ from operator import itemgetter
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "dev" / "common")]
 import results  # noqa: E402
-from peers import rows_of, torch_with_gpu  # noqa: E402
+from peers import run_benchmark, torch_with_gpu  # noqa: E402
 from torch_gpt2 import MAX_T, SIZES, V, adamw, gpt2, text_ids, write  # noqa: E402
 
 BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION"}
+WARM_UP_SECONDS = 3
+TIMED_SECONDS = 5
+OUT_OF_MEMORY = "out of memory"
 
 
 class Wrong(Exception):
-    """The peer does not train: its time would mean nothing."""
+    """The peer does not train, so its time would mean nothing."""
 
 
 def our_row(model, B, T, recompute):
-    """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
+    """The row that ./dev/bench_train writes; None if the GPU's memory is too small."""
 
     def run(*command):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    done, rows = rows_of(
-        ROOT / "dev" / "bench_train",
-        "--model",
-        model,
-        "--shapes",
-        f"{B}x{T}",
-        "--precision",
-        "bf16",
-        "-r",
-        recompute,
-        run=run,
-    )
-    if done.returncode and re.search("out of memory|the model needs", done.stderr):
+    options = {"--model": model, "--shapes": f"{B}x{T}", "--precision": "bf16", "-r": recompute}
+    done, rows = run_benchmark("bench_train", options, run)
+    if done.returncode and re.search(f"{OUT_OF_MEMORY}|the model needs", done.stderr):
         return None
     if done.returncode:
         sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
@@ -77,7 +70,7 @@ def our_row(model, B, T, recompute):
 
 
 def training_step(torch, model, batch):
-    """A function that trains `model` for one step on `batch`, the tokens and targets in host
+    """Returns a function that trains `model` for one step on `batch`, tokens and targets in host
     memory, and returns the loss."""
     params = list(model.parameters())
     device = params[0].device
@@ -97,21 +90,22 @@ def training_step(torch, model, batch):
 
 
 def random_batch(torch, B, T):
-    """(2, B, T): tokens, and as targets the tokens that follow them."""
+    """Tokens, and as targets the tokens that follow them, as one tensor of shape (2, B, T)."""
     tokens = torch.tensor(text_ids(B * T + 1))
     return torch.stack([tokens[:-1], tokens[1:]]).view(2, B, T)
 
 
 def check_losses(losses):
-    if not (abs(losses[0] - math.log(V)) < 0.5 and losses[-1] < losses[0]):
+    first, last = losses[0], losses[-1]
+    if not (abs(first - math.log(V)) < 0.5 and last < first):
         raise Wrong(
-            f"the loss goes from {losses[0]:g} to {losses[-1]:g}, "
-            f"expected from ln V = {math.log(V):g} down"
+            f"expected the loss to fall from ln V = {math.log(V):g}, "
+            f"but it went from {first:g} to {last:g}"
         )
 
 
 def measure(size, backend, B, T):
-    """Figures of the peer, from a process that has done nothing else on the GPU."""
+    """The figures of a backend. The calling process must not have used the GPU before."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -121,7 +115,8 @@ def measure(size, backend, B, T):
     train = training_step(torch, model, random_batch(torch, B, T).pin_memory())
 
     def mean_ms(seconds):
-        steps, start = 0, time.perf_counter()
+        steps = 0
+        start = time.perf_counter()
         while time.perf_counter() - start < seconds:
             train()
             steps += 1
@@ -130,9 +125,9 @@ def measure(size, backend, B, T):
     with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
         losses = [train() for _ in range(20)]
         check_losses(losses)
-        torch.cuda.empty_cache()  # what compiling alone needed is not the peer's memory
-        mean_ms(3)
-        ms = mean_ms(5)
+        torch.cuda.empty_cache()  # of what only compiling needed
+        mean_ms(WARM_UP_SECONDS)
+        ms = mean_ms(TIMED_SECONDS)
     free, total = torch.cuda.mem_get_info()
     return {
         "gpu": torch.cuda.get_device_name(),
@@ -143,59 +138,87 @@ def measure(size, backend, B, T):
     }
 
 
+def llmc_steps(program, options, folder):
+    """Runs llm.c until enough steps are timed. Returns their milliseconds, the loss that it printed
+    last, and the other lines that it printed."""
+    run = subprocess.Popen(
+        [program, *results.option_words(options)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    text = ""
+    loss = None
+    warm_up_ms = 0
+    timed_ms = []
+    for line in run.stdout:
+        step = re.search(r"^step .* \| loss ([\d.]+) .*\| ([\d.]+) ms \|", line)
+        if not step:
+            text += line
+            continue
+        loss = float(step[1])
+        ms = float(step[2])
+        if warm_up_ms < 1e3 * WARM_UP_SECONDS:
+            warm_up_ms += ms
+        elif sum(timed_ms) < 1e3 * TIMED_SECONDS:
+            timed_ms.append(ms)
+        else:
+            break
+    run.kill()
+    run.wait()
+    return timed_ms, loss, text
+
+
 def llmc_figures(program, model, ge, B, T):
-    """What llm.c prints of its steps: 3 s to warm up, then the mean of the next 5 s."""
-    with tempfile.TemporaryDirectory() as shards:
+    """Figures from what llm.c prints, or a few words on why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
         tokens = array.array("H", text_ids(20 * B * T + 1))
         for name in "train.bin", "val.bin":
-            write(pathlib.Path(shards, name), [20240520, 1, len(tokens)], tokens)
-        options = (
-            f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} "
-            f"-x 100000 -r 0 -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0"
-        )
-        command = [program, *options.split()]
-        run = subprocess.Popen(
-            command, cwd=shards, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        text, warm, ms = "", 0, []
-        for line in run.stdout:
-            step = re.search(r"^step .* \| loss ([\d.]+) .*\| ([\d.]+) ms \|", line)
-            if not step:
-                text += line
-            elif warm < 3000:
-                warm += float(step[2])
-            elif sum(ms) < 5000:
-                ms.append(float(step[2]))
-            else:
-                break
-        run.kill()
-        run.wait()
-    if not ms:
-        return "out of memory" if "out of memory" in text else f"llm.c says {text[-100:]!r}"
+            write(pathlib.Path(folder, name), [20240520, 1, len(tokens)], tokens)
+        options = {
+            "-i": f"{folder}/train.bin",
+            "-j": f"{folder}/val.bin",
+            "-e": model,
+            "-b": B,
+            "-t": T,
+            "-d": B * T,
+            "-x": 100000,
+            "-r": 0,
+            "-ge": ge,
+            "-l": 0.0003,
+            "-c": 0.1,
+            "-v": 100000,
+            "-s": 100000,
+            "-h": 0,
+        }
+        timed_ms, loss, text = llmc_steps(program, options, folder)
+    if not timed_ms:
+        return OUT_OF_MEMORY if OUT_OF_MEMORY in text else f"llm.c says {text[-100:]!r}"
+    ms = sum(timed_ms) / len(timed_ms)
     used = re.search(r"device memory usage: (\d+) MiB", text)
-    mean = sum(ms) / len(ms)
     return {
-        "ms": mean,
-        "tok_s": B * T / mean * 1e3,
+        "ms": ms,
+        "tok_s": B * T / ms * 1e3,
         "mem_gib": int(used[1]) / 1024,
-        "loss": float(step[1]),
+        "loss": loss,
     }
 
 
 def figures_or_reason(*arguments):
-    """What measure() returns, or a few words on why it failed: not all of PyTorch's exceptions can
-    be passed between processes."""
+    """What measure() returns, or a few words on why it failed, because not all of PyTorch's
+    exceptions can be passed between processes."""
     try:
         return measure(*arguments)
     except Wrong:
         raise
     except Exception as e:
         text = f"{type(e).__name__}: {e}"
-        return "out of memory" if "out of memory" in text else text.splitlines()[0][:100]
+        return OUT_OF_MEMORY if OUT_OF_MEMORY in text else text.splitlines()[0][:100]
 
 
 def torch_figures(model, backend, B, T):
-    """The same from a process of its own."""
+    """The same, measured in a process of its own."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(figures_or_reason, SIZES[model], backend, B, T).result()
@@ -205,7 +228,8 @@ def torch_figures(model, backend, B, T):
             sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
 
 
-def line(row, ours=None):
+def table_line(row, ours=None):
+    """What is printed of a row; `ours` is the row that a peer is compared with."""
     mfu = f"{row['mfu']:.1f}" if row["mfu"] else "n/a"
     ratio = f" {ours['tok_s'] / row['tok_s']:10.2f}" if ours else ""
     attention = row.get("sdpa") or f"{row['attention']}, -r {row['recompute']}"
@@ -215,60 +239,95 @@ def line(row, ours=None):
     )
 
 
+def skipped_line(kernel, attention, B, T, reason):
+    return f"{kernel:13} {attention:12} {B:4} {T:6} | skipped: {reason}"
+
+
 def fastest(kernel, model, B, T, ours, tried, **about):
     """A list with the row of the fastest, empty if there is none. `tried` pairs each kind of
     attention with its figures, or with the reason why there are none."""
     found = []
     for sdpa, figures in tried:
         if isinstance(figures, str):
-            print(f"{kernel:13} {sdpa:12} {B:4} {T:6} | skipped: {figures}", flush=True)
+            print(skipped_line(kernel, sdpa, B, T, figures), flush=True)
             continue
-        # The same model on the same GPU: MFU goes with tokens per second.
-        mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
-        found.append(
-            results.row(
-                "train",
-                kernel=kernel,
-                model=model,
-                dtype="bf16",
-                B=B,
-                T=T,
-                ids="text-like",
-                gpus=1,
-                attention="sdpa",
-                sdpa=sdpa,
-                deterministic=False,
-                mfu=mfu,
-                **about,
-                **figures,
-            )
-        )
-        print(line(found[-1], ours), flush=True)
+        mfu = None
+        if ours and ours["mfu"]:
+            # The same model on the same GPU, so MFU is proportional to tokens per second.
+            mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"]
+        fields = {
+            "kernel": kernel,
+            "model": model,
+            "dtype": "bf16",
+            "B": B,
+            "T": T,
+            "ids": "text-like",
+            "gpus": 1,
+            "attention": "sdpa",
+            "sdpa": sdpa,
+            "deterministic": False,
+            "mfu": mfu,
+        }
+        row = results.row("train", **fields, **about, **figures)
+        print(table_line(row, ours), flush=True)
+        found.append(row)
     return sorted(found, key=itemgetter("ms"))[:1]
+
+
+def rows_of_shape(a, torch, B, T):
+    """Our rows, then that of the fastest of each peer."""
+    rows = []
+    by_recompute = {}
+    for recompute in 1, 0:
+        row = our_row(a.model, B, T, recompute)
+        by_recompute[recompute] = row
+        if row:
+            rows.append(row)
+            print(table_line(row), flush=True)
+        else:
+            attention = f"flash, -r {recompute}"
+            print(skipped_line("train_gpt2cu", attention, B, T, OUT_OF_MEMORY), flush=True)
+    ours = by_recompute[0]  # recomputes nothing; neither do the peers
+
+    tried = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
+    about = {"cuda": torch.version.cuda, "torch": torch.__version__}
+    rows += fastest("torch_compile", a.model, B, T, ours, tried, **about)
+
+    if a.llmc and rows:
+        tried = (
+            (f"cudnn, -ge {ge}", llmc_figures(a.llmc.resolve(), a.model, ge, B, T))
+            for ge in range(3)
+        )
+        about = {"gpu": rows[0]["gpu"], "cuda": rows[0]["cuda"]}
+        rows += fastest("llm.c", a.model, B, T, ours, tried, **about)
+    return rows
 
 
 def shapes_of(text):
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f'"{text}" is no BxT,BxT,… such as 16x1024,4x1024')
+        raise argparse.ArgumentTypeError(
+            f'expected BxT,BxT,… such as 16x1024,4x1024; found "{text}"'
+        )
     return [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
 
 
 @results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "train")
-    arg.add_argument("--model", default="d12", choices=SIZES)
+    arg.add_argument("--model", default="d12", choices=SIZES, help="default: %(default)s")
     arg.add_argument(
         "--shapes",
         default="64x1024,16x1024,4x1024",
         type=shapes_of,
-        help="BxT,BxT,… (default: %(default)s)",
+        metavar="BxT,BxT,…",
+        help="default: %(default)s",
     )
     arg.add_argument(
         "--llmc",
         type=pathlib.Path,
         metavar="PROGRAM",
         default=os.environ.get("LLMC"),
-        help="llm.c's train_gpt2cu (default: $LLMC; without it llm.c is left out)",
+        help="llm.c's train_gpt2cu (default: $LLMC; if neither is given, llm.c is left out)",
     )
     a = arg.parse_args()
     if a.llmc and not a.llmc.is_file():
@@ -277,7 +336,7 @@ def main():
         )
     torch = torch_with_gpu("peers_train.py")
 
-    # This process leaves the GPU alone: a context of its own would count in everyone's memory.
+    # This process must not use the GPU, because its context would count in the peers' memory.
     print(
         f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n"
         f"{'kernel':13} {'attention':12} {'B':>4} {'T':>6} | "
@@ -286,34 +345,9 @@ def main():
     )
     path = None
     for B, T in a.shapes:
-        rows, ours = [], None
-        for recompute in 1, 0:
-            ours = our_row(a.model, B, T, recompute)
-            rows += [ours] if ours else []
-            name = f"train_gpt2cu  flash, -r {recompute}"
-            print(
-                line(ours) if ours else f"{name:26} {B:4} {T:6} | skipped: out of memory",
-                flush=True,
-            )
-        figures = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
-        rows += fastest(
-            "torch_compile",
-            a.model,
-            B,
-            T,
-            ours,
-            figures,
-            cuda=torch.version.cuda,
-            torch=torch.__version__,
-        )
-        if a.llmc and rows:
-            figures = (
-                (f"cudnn, -ge {ge}", llmc_figures(a.llmc.resolve(), a.model, ge, B, T))
-                for ge in range(3)
-            )
-            about = {field: rows[0][field] for field in ("gpu", "cuda")}
-            rows += fastest("llm.c", a.model, B, T, ours, figures, **about)
-        if rows and (a.json or a.out):  # at once, so that they survive a later shape that fails
+        rows = rows_of_shape(a, torch, B, T)
+        if rows and (a.json or a.out):
+            # At once, so that the rows survive a later shape that fails.
             path = results.append(rows, "train", a.out)
     if path:
         print(path)
