@@ -1,61 +1,94 @@
 # make train_gpt2cu   the trainer
 # make test           all tests that this machine can run
-# make benches        dev/bench_*, dev/accuracy, dev/study_*
-# make profile        the timeline of three steps, for Nsight Systems
-# make sanitize       the readers and writers of files under ASan and UBSan
+# make benches        dev/bench_*, dev/accuracy and dev/study_*
+# make profile        a timeline of three steps, for Nsight Systems
+# make sanitize       what reads and writes files, under ASan and UBSan
 # make archs          every kernel for sm_75, 80 and 90a (part of make test)
 # make lint           clang-format, clang-tidy and ruff (CONTRIBUTING.md has their versions)
+# make clean          removes everything that make builds
 #
-# ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
-# CUDA_HOME=…     the toolkit, CUDA 12 or later, or NVCC=… names its nvcc; default: on the PATH, in
-#                 /usr/local/cuda* or /opt/cuda
+# ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80, with PTX for
+#                 later ones
+# CUDA_HOME=…     the toolkit, CUDA 12 or later; NVCC=… names its nvcc instead. Default: the one on
+#                 the PATH, in /usr/local/cuda* or in /opt/cuda
 # CXX=…           the host compiler, g++ 11 or later: the program is C++20
-# MARCH=…         host instruction set, default native
-# WERROR=1        warnings are errors, as in make test        -j1       one job at a time, default all cores
-# TEST_PATIENCE=3 three times the time limits of make test, on a slow machine
-# NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system, "none": build without
-TOOLKITS := /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -rV) /opt/cuda
-FOUND  = $(if $(shell command -v nvcc),nvcc,$(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc))
-GIVEN := $(NVCC)
-override NVCC := $(or $(NVCC),$(CUDA_HOME:%=%/bin/nvcc),$(FOUND))
+# MARCH=…         host instruction set; default: native
+# WERROR=1        warnings are errors, as in make test
+# -j1             one job at a time; default: one per core
+# TEST_PATIENCE=3 three times the usual time limits of make test, on a slow machine
+# NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system; "none": build
+#                 without NCCL
+
+# --------------------------------------------------------------------------------------------------
+# Compilers and the CUDA Toolkit
+
 CXX   ?= g++
-HOST  := $(lastword $(filter-out -%,$(CXX)))
-CCBIN := $(if $(filter-out g++,$(HOST)),-ccbin $(HOST))
-# nvcc, headers and libraries belong to one toolkit. We ask nvcc where they are, because its path
-# does not tell: NVCC may be a wrapper or have options, and conda, NVIDIA and Debian use different
-# folders.
+MARCH ?= native
+
+# CXX may be "ccache g++ -g".
+HOST_COMPILER := $(lastword $(filter-out -%,$(CXX)))
+CCBIN         := $(if $(filter-out g++,$(HOST_COMPILER)),-ccbin $(HOST_COMPILER))
+
+ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
+$(error $(CXX) is clang, which ignores what makes the CPU backend fast: leave out CXX or name a g++)
+endif
+
+# The first of: NVCC, CUDA_HOME's nvcc, the one on the PATH, the newest in the usual places.
+TOOLKITS   := /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -rV) /opt/cuda
+ON_PATH     = $(if $(shell command -v nvcc),nvcc)
+INSTALLED   = $(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc)
+GIVEN_NVCC := $(NVCC)
+override NVCC := $(or $(NVCC),$(CUDA_HOME:%=%/bin/nvcc),$(ON_PATH),$(INSTALLED))
+
+# nvcc, headers and libraries have to belong to the same toolkit. We ask nvcc where it is, because
+# its path does not tell: NVCC may be a wrapper or have options, and conda, NVIDIA and Debian use
+# different folders.
 DRYRUN     = $(NVCC) $(CCBIN) --dryrun -x cu -c /dev/null 2>&1
 ANSWER     = $(shell $(DRYRUN) | sed -n 's/^.[$$] $(1)= *//p' | tr -d '"')
 TOP       := $(or $(call ANSWER,TOP),/usr)
 INCLUDES  := $(abspath $(patsubst -I%,%,$(call ANSWER,INCLUDES)))
 LIBRARIES := $(abspath $(patsubst -L%,%,$(filter-out %/stubs,$(call ANSWER,LIBRARIES))))
-SPACED    := $(or $(and $(word 2,$(CUDA_HOME)),$(CUDA_HOME)),$(and $(word 2,$(TOP)),$(TOP)))
+
+# A path with a space is several words to make.
+SPACED := $(or $(and $(word 2,$(CUDA_HOME)),$(CUDA_HOME)),$(and $(word 2,$(TOP)),$(TOP)))
 ifneq ($(SPACED),)
 $(error $(SPACED): make cannot use a path with a space: set CUDA_HOME to a link without one)
 endif
 ifneq ($(words $(CUDA_HOME)),$(words $(wildcard $(CUDA_HOME:%=%/.))))
 $(error CUDA_HOME: there is no folder $(CUDA_HOME))
 endif
-OTHER     := $(filter-out $(realpath $(CUDA_HOME)),$(realpath $(TOP)))
-ifneq ($(and $(GIVEN),$(LIBRARIES),$(CUDA_HOME),$(OTHER)),)
-$(error NVCC is of $(abspath $(TOP)), and CUDA_HOME is $(CUDA_HOME): give one of them)
+OTHER := $(filter-out $(realpath $(CUDA_HOME)),$(realpath $(TOP)))
+ifneq ($(and $(GIVEN_NVCC),$(LIBRARIES),$(CUDA_HOME),$(OTHER)),)
+$(error NVCC belongs to $(abspath $(TOP)), but CUDA_HOME is $(CUDA_HOME): give only one of them)
 endif
 override CUDA_HOME := $(abspath $(or $(CUDA_HOME),$(TOP)))
-MARCH ?= native
-ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
-$(error $(CXX) is clang, which ignores what makes the CPU backend fast: leave out CXX, or name a g++)
+
+# Without a toolkit, make help and make clean still work, but any use of NVCC is this error.
+ifeq ($(LIBRARIES),)
+MISSING := $(NVCC)
+EXISTS  := $(shell command -v $(lastword $(filter-out -%,$(NVCC))))
+COMMA   := ,
+SAYS    := $(if $(EXISTS),$(COMMA) it says "$(shell $(DRYRUN) | sed -n '$$p')")
+override NVCC = $(error there is no $(MISSING) with a toolkit$(SAYS): \
+install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
-# All cores. A -j of the command line wins, even where Make 4.3 hides it here. Nothing may run beside clean.
-# nproc would obey OpenMP's variables, which torchrun and Slurm set to 1.
+# By default one job per core. A -j on the command line wins, even where Make 4.3 hides it here.
+# clean must not run in parallel with anything else. nproc would obey OpenMP's variables, which
+# torchrun and Slurm set to 1.
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS)),0)
 MAKEFLAGS += -j$(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 endif
 
+# --------------------------------------------------------------------------------------------------
+# Architectures and flags
+
 gencode = $(foreach a,$(1),-gencode arch=compute_$(a),code=sm_$(a))
 
-# A query that fails, or answers with anything but "9.0" and the like, counts as no GPU. 9.0 becomes 90a: wgmma needs the a.
-PROBE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | tr -d . | sort -u)
+# If the query fails or prints anything but "9.0" and the like, there is no GPU. 9.0 becomes 90a,
+# because only that has wgmma.
+QUERY := nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+PROBE := $(shell $(QUERY) 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | tr -d . | sort -u)
 ARCH  ?= $(patsubst 90,90a,$(PROBE))
 ifeq ($(strip $(ARCH)),)
 GENCODE := -gencode arch=compute_80,code=[sm_80,compute_80]
@@ -63,42 +96,42 @@ else
 GENCODE := $(call gencode,$(ARCH))
 endif
 
-# nvcc's -O is the host compiler's; kernels are always at -O3. Host code does with less (-Og compiles fastest), except the
-# CPU's own layers, the choice of a token and the checksum.
-CXXFLAGS  := -std=c++20 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. -Wall -Wextra -MMD -MP $(EXTRA)
+# nvcc's -O is for host code; kernels are always compiled at -O3. Host code does not need it (-Og
+# compiles fastest), except the files that are listed below.
+CXXFLAGS  := -std=c++20 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. -Wall -Wextra \
+             -MMD -MP $(EXTRA)
 NVCCFLAGS := -std=c++20 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
-# These are not among the flags whose change compiles all anew. make test keeps what make train_gpt2cu has compiled, and
-# is strict with the rest. In a fresh checkout that is everything.
-STRICT     = $(if $(filter 1,$(WERROR)),-Werror all-warnings)
-CXXSTRICT  = $(if $(filter 1,$(WERROR)),-Werror)
 CXXFLAGS  += $(patsubst %,-isystem%,$(filter-out /usr/include,$(INCLUDES)))
 LDLIBS    := $(CCBIN) -lcublas -lcublasLt -Xcompiler -fopenmp $(LIBRARIES:%=-Xlinker -rpath,%)
 
-# NCCL, for several GPUs: there if a program that includes nccl.h can be linked.
+# Not among the flags whose change recompiles everything: make test uses the objects that
+# make train_gpt2cu has compiled, and is strict with the others. In a fresh checkout these are all.
+STRICT    = $(if $(filter 1,$(WERROR)),-Werror all-warnings)
+CXXSTRICT = $(if $(filter 1,$(WERROR)),-Werror)
+
+# NCCL, for several GPUs, is used if a program that includes nccl.h can be linked.
 NCCL_HOME ?= $(CUDA_HOME)
-NCCL_LIBS := $(foreach d,lib lib64,-L$(NCCL_HOME)/$d -Xlinker -rpath,$(NCCL_HOME)/$d) -Xlinker -l:libnccl.so.2
-NCCL_TEST := printf '%s\n' '\#if __has_include(<nccl.h>)' 'int main() {}' '\#endif' | $(CXX) -x c++ - -o /dev/null \
-             -idirafter $(NCCL_HOME)/include -L$(NCCL_HOME)/lib -L$(NCCL_HOME)/lib64 -l:libnccl.so.2
+NCCL_DIRS := $(foreach d,lib lib64,-L$(NCCL_HOME)/$d -Xlinker -rpath,$(NCCL_HOME)/$d)
+NCCL_TEST := printf '%s\n' '\#if __has_include(<nccl.h>)' 'int main() {}' '\#endif' | \
+             $(CXX) -x c++ - -o /dev/null -idirafter $(NCCL_HOME)/include \
+             -L$(NCCL_HOME)/lib -L$(NCCL_HOME)/lib64 -l:libnccl.so.2
 ifneq ($(NCCL_HOME),none)
 ifeq ($(shell $(NCCL_TEST) 2>/dev/null && echo yes),yes)
 NCCLFLAGS := -DHAVE_NCCL -Xcompiler -idirafter,$(NCCL_HOME)/include
-LDLIBS    += $(NCCL_LIBS)
+LDLIBS    += $(NCCL_DIRS) -Xlinker -l:libnccl.so.2
 endif
 endif
 
-ifeq ($(LIBRARIES),)
-MISSING := $(NVCC)
-COMMA   := ,
-WHY     := $(if $(shell command -v $(lastword $(filter-out -%,$(NVCC)))),$(shell $(DRYRUN) | sed -n '$$p'))
-override NVCC = $(error there is no $(MISSING) with a toolkit$(if $(WHY),$(COMMA) it says "$(WHY)"): \
-install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
-endif
+# --------------------------------------------------------------------------------------------------
+# Sources and programs
 
-ROOMS     := common attention attention/ring layers cuda layers/sm90 parallel data run
-SOURCES   := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))  # what takes long first
-KERNELS   := $(filter %.cu,$(SOURCES))
-OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
-# The programs of dev/. Their names are short for who types them: dev/test_data is made of dev/test/test_data.cpp.
+ROOMS   := common attention attention/ring layers cuda layers/sm90 parallel data run
+# What takes longest to compile comes first.
+SOURCES := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))
+KERNELS := $(filter %.cu,$(SOURCES))
+OBJECTS := $(patsubst %,build/%.o,$(basename $(SOURCES)))
+
+# The programs of dev/ have short names: dev/test_data is built from dev/test/test_data.cpp.
 program_of = $(addprefix dev/,$(basename $(notdir $(1))))
 TESTS     := $(call program_of,$(wildcard dev/test/test_*.cpp dev/test/test_*.cu))
 PYTESTS   := $(wildcard dev/test/test_*.py)
@@ -108,6 +141,7 @@ TOOLS     := dev/encode dev/train_threads
 
 .PHONY: all test sanitize archs benches profile lint clean help FORCE
 all: train_gpt2cu
+benches: $(BENCHES) $(STUDIES)
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
@@ -117,8 +151,45 @@ $(BENCHES): dev/%: build/dev/bench/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 $(STUDIES): dev/%: build/dev/study/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-build/dev/test/test_gpt2.o build/dev/bench/bench_train.o build/dev/test/train_threads.o: train_gpt2.cu  # they include the program itself
-benches: $(BENCHES) $(STUDIES)
+
+build/%.o: %.cu build/nvcc.flags
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(GENCODE) $(LANGUAGE) -c -o $@ $<
+build/%.o: %.cpp build/cxx.flags
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) $(CXXSTRICT) -c -o $@ $<
+
+# These include the program itself.
+build/dev/test/test_gpt2.o: train_gpt2.cu
+build/dev/test/train_threads.o: train_gpt2.cu
+build/dev/bench/bench_train.o: train_gpt2.cu
+
+# EMBED copies these texts into the objects.
+build/data/corpus.o: data/stories.txt
+build/data/tokenizer.o: data/unicode_kinds.txt
+
+# Flags of single files. "private" keeps them from a file's prerequisites, such as build/cxx.flags.
+# There is no kernel in these, so the host compiler alone compiles them, in half the time.
+build/train_gpt2.o build/parallel/comm.o build/dev/test/test_gpt2.o: LANGUAGE := -x c++
+# The CPU's own layers, the choice of a token, and the checksum.
+build/layers/cpu/reference.o build/run/sample.o build/data/file.o: private CXXFLAGS += -O3
+# AVX2 has no 64-bit product, with which the checksum would take three times as long.
+build/data/file.o: private CXXFLAGS += -fno-tree-slp-vectorize
+# They generate much random input.
+build/dev/test/test_attention.o build/dev/test/test_comm.o: private NVCCFLAGS += -Xcompiler -O2
+build/parallel/comm.o build/archs/parallel/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
+
+# The flags that objects were compiled with. If these change, as with another ARCH, all objects are
+# recompiled.
+build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
+build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
+build/nccl.flags: FLAGS = $(NCCLFLAGS)
+build/parallel/comm.o: build/nccl.flags
+build/%.flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
+FORCE:
+
 # Which sources a program was built from, for --version and for a benchmark's rows.
 train_gpt2cu $(BENCHES) $(STUDIES): build/tree.o
 build/tree.o: build/tree.cpp
@@ -129,73 +200,56 @@ build/tree.cpp: FORCE
 	@mkdir -p $(@D)
 	@echo '$(TREE_IS)' | cmp -s - $@ || echo '$(TREE_IS)' >$@
 
-build/%.o: %.cu build/nvcc.flags
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(GENCODE) $(LANGUAGE) -c -o $@ $<
-build/%.o: %.cpp build/cxx.flags
-	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(CXXSTRICT) -c -o $@ $<
-# No kernel in these: straight to the host compiler, in half the time.
-build/train_gpt2.o build/parallel/comm.o build/dev/test/test_gpt2.o: LANGUAGE := -x c++
+# --------------------------------------------------------------------------------------------------
+# Tests, profile and lint
 
-build/data/corpus.o: data/stories.txt  # copied into the object
-build/data/tokenizer.o: data/unicode_kinds.txt
-build/layers/cpu/reference.o build/run/sample.o build/data/file.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
-build/data/file.o: private CXXFLAGS += -fno-tree-slp-vectorize  # AVX2 has no product of 64 bits: the checksum would take three times as long
-build/dev/test/test_attention.o build/dev/test/test_comm.o: private NVCCFLAGS += -Xcompiler -O2  # much random input
-
-# What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
-build/nccl.flags: FLAGS = $(NCCLFLAGS)
-build/parallel/comm.o: build/nccl.flags
-build/parallel/comm.o build/archs/parallel/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
-build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
-build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
-build/%.flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
-FORCE:
-
-# Builds, runs every test program, and ends in one line "N passed, N failed, N skipped".
+# Builds and runs every test program. The last line is "N passed, N failed, N skipped".
 test:
 	@$(MAKE) --no-print-directory WERROR=1 train_gpt2cu $(TESTS) $(TOOLS)
 	@dev/test/run_tests.sh "$(MAKE) --no-print-directory archs" $(TESTS) $(PYTESTS)
 
 # The test itself is not optimised, because that compiles fastest.
-SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
-             run/checkpoint_files run/choices run/log)
-sanitize: $(SANITIZED)
-	$(CXX) -fsanitize=address,undefined -fopenmp -o build/sanitized/test_data $^
+SANITIZE  := -fsanitize=address,undefined
+SANITIZED := dev/test/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
+             run/checkpoint_files run/choices run/log
+sanitize: $(SANITIZED:%=build/sanitized/%.o)
+	$(CXX) $(SANITIZE) -fopenmp -o build/sanitized/test_data $^
 	ASAN_OPTIONS=max_allocation_size_mb=500 build/sanitized/test_data
+build/sanitized/dev/%.o: LEVEL := -O0
 build/sanitized/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(if $(filter dev/%,$<),-O0) -fsanitize=address,undefined -fno-sanitize-recover=all -c -o $@ $<
+	$(CXX) $(CXXFLAGS) $(LEVEL) $(SANITIZE) -fno-sanitize-recover=all -c -o $@ $<
 
-# Every kernel for the architectures between which sources differ, warnings as errors. Later ones share the lines of these.
-# In attention's a register spill is an error, too, and what ptxas says where it serializes wgmma or adds a wait (C7510 on).
+# Every kernel, with warnings as errors, for the architectures whose source lines differ; later
+# architectures share those lines. In attention/ a register spill is an error, too, and so is what
+# ptxas says where it serializes wgmma or adds a wait (C7510 and up).
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
 build/archs/%.o: WERROR := 1
-build/archs/attention/%.o: SLOW := -Xptxas -warn-spills
+build/archs/attention/%.o: SPILLS := -Xptxas -warn-spills
 build/archs/%.o: %.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(SLOW) $(call gencode,75 80 90a) -c -o $@ $< 2>$@.log || { cat $@.log >&2; exit 1; }
-	@if [ "$(SLOW)" ] && grep 'info *: .C75' $@.log >&2; then rm $@; exit 1; fi
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(SPILLS) $(call gencode,75 80 90a) -c -o $@ $< 2>$@.log || \
+	    { cat $@.log >&2; exit 1; }
+	@if [ "$(SPILLS)" ] && grep 'info *: .C75' $@.log >&2; then rm $@; exit 1; fi
 
-# The timeline of three steps with its NVTX ranges, by Nsight Systems (dev/README.md: how to open it, and ncu).
-profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters
+# A timeline of three steps with its NVTX ranges. dev/README.md says how to open it, and how to use
+# ncu; -lineinfo shows the lines of the source next to Nsight Compute's counters.
+profile: NVCCFLAGS += -lineinfo
 profile: train_gpt2cu
-	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
-	    ./train_gpt2cu --profile 3 -v 0 -s 0
+	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true \
+	    --output profile ./train_gpt2cu --profile 3 -v 0 -s 0
 
-# Format and lint. CONTRIBUTING.md has the versions; .clang-tidy says what is left out, and why.
+# .clang-tidy says which checks are left out, and why.
 LINTED    := $(SOURCES) train_gpt2.cu $(wildcard dev/*/*.cpp dev/*/*.cu)
-FORMATTED := $(LINTED) $(wildcard dev/*/*.h dev/*/*.cuh) $(foreach r,$(ROOMS) layers/cpu,$(wildcard $r/*.h $r/*.cuh))
+HEADERS   := $(foreach d,$(ROOMS) layers/cpu dev/*,$(wildcard $d/*.h $d/*.cuh))
 AS_CUDA   := -x cuda --cuda-host-only --cuda-path=$(CUDA_HOME)
-TIDYFLAGS := -std=c++20 -I. -fopenmp -isystem $(shell $(CXX) -print-file-name=include) $(INCLUDES:%=-isystem%)
+TIDYFLAGS := -std=c++20 -I. -fopenmp -isystem $(shell $(CXX) -print-file-name=include) \
+             $(INCLUDES:%=-isystem%)
 lint: $(LINTED:%=build/lint/%)
-	clang-format --dry-run --Werror $(FORMATTED)
+	clang-format --dry-run --Werror $(LINTED) $(HEADERS)
 	ruff format --check
 	ruff check
-build/lint/%: % .clang-tidy $(FORMATTED)
+build/lint/%: % .clang-tidy $(LINTED) $(HEADERS)
 	@mkdir -p $(@D)
 	clang-tidy --quiet $< -- $(if $(filter %.cu,$<),$(AS_CUDA)) $(TIDYFLAGS) 2>/dev/null
 	@touch $@

@@ -4,7 +4,7 @@
 # Trains GPT-2 1558M (d48) like run_gpt2_1558M.sh, whose comment says more, but under Slurm: a task
 # for each of 32 GPUs on 4 machines.
 #
-#   sbatch scripts/run_gpt2_1558M_slurm.sh       in this repository's folder, on a shared file system
+#   sbatch scripts/run_gpt2_1558M_slurm.sh     in this repository's folder, on a shared file system
 #
 #   time     5.8 hours at 1 610 000 tokens/s, which is 50 % of the 32 · 989 TFLOP/s of 32 H100s or
 #            H200s: 90 % of 32 times one GPU's rate; several machines are not measured here
