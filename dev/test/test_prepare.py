@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a short list of
-merges, and tiktoken's own encoder, with the pattern of GPT-2's release, says what they must write.
-A folder stands in for the Hugging Face hub.
+"""Tests data/prepare.py and data/hellaswag.py, offline. The scripts get a short list of merges.
+tiktoken's own encoder, with the pattern of GPT-2's release, says what they must write. A folder
+takes the place of the Hugging Face hub.
 
-Run: python3 dev/test/test_prepare.py [part of a name]"""
+Run: python3 dev/test/test_prepare.py [part of a test's name]"""
 
 import errno
 import glob
@@ -27,23 +27,19 @@ from harness import (
     BYTES,
     POINTER,
     ROOT,
-    Skip,
     built,
     ended,
     header,
     main,
-    need,
     new_folder,
     refused,
     tokenizer_file,
     unheard,
+    whole_program_needs,
     written,
 )
 
-try:
-    need("numpy", "tiktoken", "tqdm")
-except Skip as why:
-    sys.exit(print(f"all of this file {why}\n0 passed, 0 failed, 1 skipped"))
+whole_program_needs("numpy", "tiktoken", "tqdm")
 SEED = int(os.environ.get("SEED", 1))
 END_OF_TEXT = 50256
 PUBLISHED_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

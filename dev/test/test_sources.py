@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What sources must look like.
+"""Checks two rules of the sources.
 
-A name has one meaning in a program, so what no header declares is static or in an unnamed
-namespace: if two files define a type, template or inline function of the same name, no linker
-reports it, and only one of them runs. And includes form a tree of rooms, so that a reader can stop
-at any of them.
+What no header declares is static or in an unnamed namespace: if two files define a type, template
+or inline function of the same name, no linker reports it, and only one of them is used.
+
+Includes between rooms (folders) go one way, so that a reader can stop at any room.
 """
 
 import graphlib
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from harness import ROOT, main, run
 
-# Every room of the program, and the rooms besides itself that its files may include. A room is
-# listed after all of these.
+# Every room of the program, and the other rooms that its files may include. A room comes after all
+# the rooms that it includes.
 ROOMS = {
     "common": "",
     "cuda": "common",
@@ -34,11 +34,17 @@ FILES = {
     for path in sorted((ROOT / room).iterdir())
     if path.suffix in (".h", ".cuh", ".cu", ".cpp")
 }
-HEADERS = {name: text for name, text in FILES.items() if name.endswith("h")}
-SOURCES = {
-    name: text for name, text in FILES.items() if name not in HEADERS and "/" in name
-}  # not the program's own
-DECLARED = set(re.findall(r"\w+", re.sub(r"//[^\n]*", "", "\n".join(HEADERS.values()))))
+HEADERS = {name: text for name, text in FILES.items() if name.endswith((".h", ".cuh"))}
+PROGRAM = "train_gpt2.cu"
+SOURCES = {name: text for name, text in FILES.items() if name not in HEADERS and name != PROGRAM}
+
+
+def without_comments(text):
+    return re.sub(r"//[^\n]*", "", text)
+
+
+# All words of all headers: a superset of the names that they declare.
+DECLARED = set(re.findall(r"\w+", without_comments("\n".join(HEADERS.values()))))
 
 
 def included(text):
@@ -47,7 +53,7 @@ def included(text):
 
 def test_what_no_header_declares_is_static_or_in_an_unnamed_namespace():
     a_type = r"(?:struct|class|union|enum class|enum) (?:alignas.* )?(\w+)(?:.*\{.*|.*[^;])$"
-    kernel = r"(__global__) void\W*\w*"  # never declared: its launcher is
+    kernel = r"(__global__) void\W*\w*"  # no header declares a kernel, only its launcher
     function = (
         r"(?!static |namespace |using |template )(?:\w[\w:<>*&, ]*[ *&])?"
         r"([\w:~]+)\([^;{}]*\)[^;{}]*\{"
@@ -56,38 +62,36 @@ def test_what_no_header_declares_is_static_or_in_an_unnamed_namespace():
     found = 0
     for name, text in SOURCES.items():
         outside = re.sub(r"^namespace \{$.*?^\}  // namespace$", "", text, flags=re.S | re.M)
-        everywhere, outside = (re.sub("//.*", "", part) for part in (text, outside))
-        found += len(defined.findall(everywhere))
-        # A member counts as its class.
-        names = {"".join(match).split("::")[0] for match in defined.findall(outside)}
-        assert names <= DECLARED - {"__global__"}, (
-            f"{name}: neither static nor declared: {names - DECLARED}"
-        )
+        found += len(defined.findall(without_comments(text)))
+        # A member function counts as its class.
+        matches = defined.findall(without_comments(outside))
+        names = {"".join(match).split("::")[0] for match in matches}
+        undeclared = names - (DECLARED - {"__global__"})
+        assert not undeclared, f"{name}: neither static nor declared: {undeclared}"
     assert found > 300, found
 
 
-def test_includes_form_a_tree():
-    """Nothing of dev/ is in it, neither by a header nor in what make links."""
+def room_of(name):
+    return str(Path(name).parent)
+
+
+def test_includes_go_one_way():
+    """The program includes nothing of dev/, and make links nothing of it."""
     before = set()
     for room, others in ROOMS.items():
         assert set(others.split()) <= before, room
         before.add(room)
     for name, text in FILES.items():
-        room = str(Path(name).parent)
+        room = room_of(name)
         for header in included(text):
-            assert str(Path(header).parent) in (room, *ROOMS[room].split()), (
-                f"{name} includes {header}"
-            )
-    # Raises an error if there is a cycle.
+            assert room_of(header) in (room, *ROOMS[room].split()), f"{name} includes {header}"
+    # Raises an error if headers include each other in a cycle.
     graphlib.TopologicalSorter({name: included(text) for name, text in HEADERS.items()}).prepare()
-    linked = re.findall(
-        r"build/(\S+)\.o", run("make", "-n", "-B", "train_gpt2cu", "MAKEFLAGS=").stdout
-    )
-    rooms = {str(Path(name).parent) for name in linked}
-    assert (
-        rooms == {str(Path(name).parent) for name in [*SOURCES, "train_gpt2.cu"]}
-        and len(linked) > 40
-    ), rooms
+
+    commands = run("make", "-n", "-B", "train_gpt2cu", "MAKEFLAGS=").stdout
+    linked = re.findall(r"build/(\S+)\.o", commands)
+    assert len(linked) > 40, linked
+    assert set(map(room_of, linked)) == set(map(room_of, [*SOURCES, PROGRAM])), linked
 
 
 if __name__ == "__main__":
