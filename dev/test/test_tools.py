@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of the scripts, of what make chooses, and of what runs tests and measurements.
+"""Tests the scripts, what make chooses, and what runs tests and measurements.
 
 make train_gpt2cu && python3 dev/test/test_tools.py [part of a test's name]
 """
@@ -34,6 +34,7 @@ from harness import (
 )
 
 SCRIPTS = ROOT / "scripts"
+RUN_TESTS = ROOT / "dev" / "test" / "run_tests.sh"
 sys.path += [str(SCRIPTS), str(ROOT / "dev" / "bench"), str(ROOT / "dev" / "common")]
 import results  # noqa: E402
 
@@ -47,34 +48,41 @@ def rows_of(path):
 
 
 def before_others(folder, programs):
-    """Settings of a process that finds these programs of sh before all others."""
+    """Writes these programs for sh. Returns the variables with which a process finds them before
+    all others."""
     for name, text in programs.items():
         executable(folder / name, text)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+def copied_script(folder, name):
+    """The path of a copy of scripts/NAME, which takes the folder for the repository."""
+    return executable(folder / "scripts" / name, (SCRIPTS / name).read_text())
+
+
 # --------------------------------------------------------------------------------------------------
 # What all tools have in common
 
-TOOLS = [
-    path
-    for folder in ("data", "dev/bench", "scripts")
-    for path in sorted((ROOT / folder).glob("*.py"))
-    if "parse_args()" in path.read_text() and not path.name.startswith("test_")
-]
+
+def tools():
+    """The Python scripts that have a --help."""
+    for folder in "data", "dev/bench", "scripts":
+        for path in sorted((ROOT / folder).glob("*.py")):
+            if "parse_args()" in path.read_text():
+                yield path
 
 
 def test_help_of_every_tool():
-    """In ASCII too. If it cannot be written, one line says so."""
-    assert len(TOOLS) > 10, TOOLS
-    for tool in TOOLS:
+    """--help can be written in ASCII, too. If it cannot be written, one line says so."""
+    assert len(list(tools())) > 10
+    for tool in tools():
         assert "usage: " in run("python3", tool, "--help", PYTHONIOENCODING="ascii").stdout, tool
         for _ in unheard("python3", tool, "--help"):
             pass
 
 
 def test_work_whose_errors_nobody_reads(tmp):
-    """As under 2>&1 | head. A library's progress on stderr ends no work either."""
+    """As under 2>&1 | head: work that writes to stderr goes on if nobody reads it."""
 
     @results.check_stdout()
     def work():
@@ -93,14 +101,16 @@ def test_work_whose_errors_nobody_reads(tmp):
 
 
 def test_work_whose_messages_nobody_reads(tmp):
-    """The trainer that a script starts comes to its end, and so does the script: rows are there."""
+    """A script and the trainer that it starts do all their work if nobody reads stdout."""
     import default_run
 
     write_log(tmp / "run")
     executable(tmp / "train_gpt2cu", f"echo first line && echo >done && cp {tmp}/run/log.jsonl $2")
-    argv = mock.patch.object(sys, "argv", ["default_run.py"])
-    patched = mock.patch.multiple(results, ROOT=tmp, RESULTS=tmp, output_of=lambda *command: "")
-    with unread_pipe() as pipe, mock.patch.object(sys, "stdout", pipe), argv, patched:
+    with (
+        unread_pipe() as pipe,
+        mock.patch.multiple(sys, stdout=pipe, argv=["default_run.py"]),
+        mock.patch.multiple(results, ROOT=tmp, RESULTS=tmp, output_of=lambda *command: ""),
+    ):
         with refused(SystemExit, "stdout"):
             default_run.main()
     assert (tmp / "done").exists()
@@ -112,29 +122,28 @@ def test_work_whose_messages_nobody_reads(tmp):
 
 
 def write_log(folder):
-    rows = [
-        {
-            "kind": "run",
-            "device": "GPU A",
-            "tokens_per_step": 32,
-            "floor_nats": 1.5,
-            "steps": 3,
-            "B": 8,
-            "T": 4,
-            "precision": "bf16",
-        }
-    ]
-    rows += [
-        {
+    """Writes the log of a run of three steps and returns the run's folder."""
+    run_row = {
+        "kind": "run",
+        "device": "GPU A",
+        "tokens_per_step": 32,
+        "floor_nats": 1.5,
+        "steps": 3,
+        "B": 8,
+        "T": 4,
+        "precision": "bf16",
+    }
+    rows = [run_row]
+    for step in 1, 2, 3:
+        train_row = {
             "kind": "train",
-            "step": i,
-            "loss_nats": 9 / i,
-            "grad_norm": 7 + i,
-            "lr": i / 4,
-            "tokens_per_s": 100 + i,
+            "step": step,
+            "loss_nats": 9 / step,
+            "grad_norm": 7 + step,
+            "lr": step / 4,
+            "tokens_per_s": 100 + step,
         }
-        for i in (1, 2, 3)
-    ]
+        rows.append(train_row)
     for step in 2, 3:
         rows += [
             {"kind": "val", "step": step, "loss_nats": 4 + step, "floor_nats": 1.5},
@@ -144,12 +153,18 @@ def write_log(folder):
     return folder
 
 
+def test_logs_whose_last_line_is_cut(tmp):
+    """The line is left out, as that of a run that is still writing."""
+    path = write_log(tmp) / "log.jsonl"
+    good = path.read_bytes()
+    for cut in b'{"kind": "tra', '{"kind": "sample", "text": "ë'.encode()[:-1]:
+        written(path, good + cut)
+        assert [row["loss_nats"] for row in results.read_log(tmp)["train"]] == [9, 4.5, 3]
+
+
 def test_logs_that_cannot_be_read(tmp):
     path = write_log(tmp) / "log.jsonl"
     good = path.read_text()
-    for cut in b'{"kind": "tra', '{"kind": "sample", "text": "ë'.encode()[:-1]:
-        written(path, good.encode() + cut)
-        assert [r["loss_nats"] for r in results.read_log(tmp)["train"]] == [9, 4.5, 3]
     for bad in (
         "{oops",
         "",
@@ -166,8 +181,8 @@ def test_logs_that_cannot_be_read(tmp):
         results.read_log(written(path, POINTER))
 
 
-def test_texts_with_separators_of_lines(tmp):
-    """A row ends at a newline alone. A sample's text may hold Unicode's other separators."""
+def test_texts_with_line_separators(tmp):
+    """Only a newline ends a row. A sample's text may contain Unicode's other line separators."""
     rows = rows_of(write_log(tmp) / "log.jsonl")
     for text in "\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r":
         rows[1]["text"] = text
@@ -177,7 +192,7 @@ def test_texts_with_separators_of_lines(tmp):
 
 
 def test_plot_of_a_run(tmp):
-    """It is drawn even if nobody reads stdout, and a full disk leaves the old one as it was."""
+    """It is written even if nobody reads stdout. If the disk is full, the old plot remains."""
     need("matplotlib")
     log = write_log(tmp / "one's [1]")
     path = log / "plot.png"
@@ -188,16 +203,19 @@ def test_plot_of_a_run(tmp):
         assert path.read_bytes() == before
         path.unlink()
     written(path, before)
-    limit = 'ulimit -f 8; python3 scripts/plot.py "$0"'  # stands for a full disk
-    full = run("sh", "-c", limit, log, code=1)
+    limited = 'ulimit -f 8; python3 scripts/plot.py "$0"'  # a limit acts like a full disk
+    full = run("sh", "-c", limited, log, code=1)
     assert "cannot write: File too large" in full.stderr and path.read_bytes() == before
 
 
 def test_plot_of_a_run_that_diverged(tmp):
-    """A loss that is NaN is null in the log."""
+    """Its losses are NaN, which is null in a log."""
     need("matplotlib")
     log = write_log(tmp) / "log.jsonl"
-    rows = [{**row, "loss_nats": None} if row["kind"] == "train" else row for row in rows_of(log)]
+    rows = rows_of(log)
+    for row in rows:
+        if row["kind"] == "train":
+            row["loss_nats"] = None
     written(log, jsonl(rows))
     succeeds("plot", log)
     assert (tmp / "plot.png").exists()
@@ -213,7 +231,7 @@ def test_samples_of_the_default_run(tmp):
 
 
 def test_names_of_runs_in_a_plot(tmp):
-    """They are drawn as they are, not as formulas of TeX, and so are names that are not UTF-8."""
+    """They are drawn as they are, not as TeX formulas. Bytes that are not UTF-8 are replaced."""
     need("matplotlib")
     names = ["-run", "_run", "a$b$c", r"a\$b", r"$\frac", r"\alpha$1$", "é\udcff"]
     runs = [write_log(tmp / name) for name in names]
@@ -227,43 +245,39 @@ def test_names_of_runs_in_a_plot(tmp):
 
 
 def test_rows_that_tables_show(tmp):
-    """Those of the newest run, and never any of changed sources."""
+    """Those of the newest run, and never any that were measured with uncommitted changes."""
     need("pandas")
     import tables
 
+    about = {"gpu": "A", "commit": "a", "dirty": False}
+    old = {**about, "run": "1", "date": "2030", "T": 1, "ms": 1}
+    new = {**about, "run": "2", "date": "2031", "T": 1, "ms": 2}
+
     def shown(*rows, apart=(), **where):
-        row = {
-            "gpu": "A",
-            "commit": "a",
-            "dirty": False,
-            "run": "1",
-            "date": "2030",
-            "T": 1,
-            "ms": 1,
-        }
-        path = written(tmp / "rows.jsonl", jsonl({**row, **fields} for fields in rows))
+        path = written(tmp / "rows.jsonl", jsonl(rows))
         found = tables.newest_rows(path, where, list(apart))
         return [row["ms"] for row in found.to_dict("records")]
 
-    newer = {"run": "2", "date": "2031", "ms": 2}
     assert shown() == []
-    assert shown({}, {"ms": 3}) == [1, 3]
-    assert shown({}, newer) == shown(newer, {}) == [2]
-    assert shown({}, {**newer, "dirty": True}) == shown({}, {**newer, "dirty": None}) == [1]
-    assert shown({}, {**newer, "T": 4}) == [2]
-    assert shown({}, {**newer, "T": 4}, apart=["T"]) == [1, 2]
-    assert shown({}, {**newer, "T": 4}, T=1) == [1]
+    assert shown(old, old | {"ms": 3}) == [1, 3]
+    assert shown(old, new) == [2]
+    assert shown(new, old) == [2]
+    assert shown(old, new | {"dirty": True}) == [1]
+    assert shown(old, new | {"dirty": None}) == [1]
+    assert shown(old, new | {"T": 4}) == [2]
+    assert shown(old, new | {"T": 4}, apart=["T"]) == [1, 2]
+    assert shown(old, new | {"T": 4}, T=1) == [1]
 
 
-def test_tables_are_those_of_dev_results():
+def test_tables_show_dev_results():
     need("pandas")
     succeeds("tables", "--check")
 
 
 def test_stale_tables(tmp):
-    """They are named, and written only without --check. Each GPU has a table of its own."""
+    """--check names them, and a call without it rewrites them. Each GPU has a table of its own."""
     need("pandas", "matplotlib")
-    measured = {
+    about = {
         "dirty": False,
         "commit": "0123456789ab",
         "run": "1",
@@ -274,12 +288,13 @@ def test_stale_tables(tmp):
         "B": 8,
     }
     for gpu in "A", "B":
-        random = {**measured, "gpu": gpu, "what": "random", "seconds": 2.3, "read_seconds": 0.0}
+        random = {**about, "gpu": gpu, "what": "random", "seconds": 2.3, "read_seconds": 0.0}
         resumed = {**random, "what": "resumed", "seconds": 4.5, "read_seconds": 1.2}
         written(tmp / gpu / "start.jsonl", jsonl([random, resumed]))
-    losses = {**measured, "gpu": "A", "what": "losses", "gpus": 2, "zero": 1, "apart": 2e-5}
+    ranks = {**about, "gpu": "A", "gpus": 2, "zero": 1}
+    losses = {**ranks, "what": "losses", "apart": 2e-5}
     speed = {
-        **losses,
+        **ranks,
         "what": "speed",
         "dtype": "bf16",
         "T": 1024,
@@ -289,7 +304,6 @@ def test_stale_tables(tmp):
         "of_linear": 0.95,
         "gib": 7.75,
     }
-    del speed["apart"]
     written(tmp / "A" / "scaling.jsonl", jsonl([losses, speed]))
 
     names = "start", "scaling", "torch"
@@ -310,17 +324,18 @@ def test_stale_tables(tmp):
     assert "Not measured yet: `scripts/measure.sh torch`" in text, text
 
 
+def create_repository(folder):
+    """Commits all files of the folder."""
+    commit = "git -c user.name=A -c user.email=a@b commit -qm first"
+    run("sh", "-c", f"git init -q && git add -A && {commit}", cwd=folder)
+
+
 def test_rows_name_the_sources(tmp):
-    """A change of any source makes the tree dirty, a change of a text or a result does not. Without
+    """A change of any source makes the tree dirty; a change of a text or a result does not. Without
     git, COMMIT names the commit."""
-    script = executable(tmp / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
+    script = copied_script(tmp, "tree.sh")
     written(tmp / "a.cu", "1")
-    run(
-        "sh",
-        "-c",
-        "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first",
-        cwd=tmp,
-    )
+    create_repository(tmp)
     for name, state in (
         ("a.md", "clean"),
         ("dev/results/a.py", "clean"),
@@ -329,11 +344,9 @@ def test_rows_name_the_sources(tmp):
     ):
         written(tmp / name, "2")
         assert re.fullmatch(rf"\w{{12}} {state}\n", run(script).stdout), name
-    shutil.rmtree(tmp / ".git")  # a copy
-    assert (
-        run(script, COMMIT="abc").stdout == "abc clean\n"
-        and run(script).stdout == "unknown dirty\n"
-    )
+    shutil.rmtree(tmp / ".git")  # as in a copy of the sources alone
+    assert run(script, COMMIT="abc").stdout == "abc clean\n"
+    assert run(script).stdout == "unknown dirty\n"
     results.tree.cache_clear()
     with mock.patch.object(results, "output_of", lambda *command: "abc dirty"):
         assert results.row("x", "GPU A")["dirty"]
@@ -342,12 +355,12 @@ def test_rows_name_the_sources(tmp):
 def test_rows_name_no_other_sources(tmp):
     """If git cannot tell, the tree is "unknown dirty", never another commit and never clean,
     whatever COMMIT is."""
-    ours, unknown = tmp / "ours", "unknown dirty\n"
-    script = executable(ours / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
-    commit = "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first"
-    for folder in ours, tmp:  # one repository is in a folder of another
+    unknown = "unknown dirty\n"
+    ours = tmp / "ours"
+    script = copied_script(ours, "tree.sh")
+    for folder in ours, tmp:  # our repository is inside another one
         written(folder / "a.cu", folder.name)
-        run("sh", "-c", commit, cwd=folder)
+        create_repository(folder)
     clean = run("git", "rev-parse", "--short=12", "HEAD", cwd=ours).stdout.strip() + " clean\n"
     assert run(script).stdout == clean
     for name, value in (
@@ -357,15 +370,16 @@ def test_rows_name_no_other_sources(tmp):
     ):
         assert run(script, **{name: str(value)}).stdout == clean, name
     assert run(script, COMMIT="abc", GIT_TEST_ASSUME_DIFFERENT_OWNER="1").stdout == unknown
-    (tmp / "tools").mkdir()  # without git
+    without_git = tmp / "tools"
+    without_git.mkdir()
     for name in "sh", "dirname":
-        (tmp / "tools" / name).symlink_to(shutil.which(name))
-    assert run(script, COMMIT="abc", PATH=str(tmp / "tools")).stdout == unknown
+        (without_git / name).symlink_to(shutil.which(name))
+    assert run(script, COMMIT="abc", PATH=str(without_git)).stdout == unknown
     run("git", "config", "status.showUntrackedFiles", "no", cwd=ours)
     written(ours / "b.cu", "new")
     assert run(script).stdout == clean.replace("clean", "dirty")
     shutil.rmtree(ours / ".git")
-    (ours / ".git").mkdir()  # of no use, and git would go on to the folder above
+    (ours / ".git").mkdir()  # not a repository, so git would search the folder above
     assert run(script).stdout == unknown
 
 
@@ -374,7 +388,7 @@ def test_rows_name_no_other_sources(tmp):
 
 
 def test_losses_beside_pytorch():
-    """What scripts/compare_torch.py makes of the losses. PyTorch's side needs PyTorch."""
+    """How scripts/compare_torch.py judges losses. This needs no PyTorch."""
     import compare_torch
 
     fp32 = SimpleNamespace(precision="fp32", max_norm=0.5, tol=1e-4)
@@ -409,25 +423,31 @@ def test_losses_beside_pytorch():
 
 
 def test_peers_of_training():
-    """The fastest backend is recorded, and none that does not train. Ids have roughly the
-    frequencies of text."""
+    """The fastest backend is recorded. One that does not train is an error. Token ids have roughly
+    the frequencies of text."""
     import peers_train
 
     figures = {"gpu": "GPU A", "cuda": "13", "ms": 10, "tok_s": 4e5, "mem_gib": 5, "loss": 9}
     tried = [("slow", {**figures, "ms": 16}), ("fast", figures), ("none", "out of memory")]
+    ours = {"mfu": 40, "tok_s": 5e5}
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        (found,) = peers_train.fastest("peer", "d12", 4, 1024, {"mfu": 40, "tok_s": 5e5}, tried)
+        (found,) = peers_train.fastest("peer", "d12", 4, 1024, ours, tried)
     assert (found["sdpa"], found["mfu"], found["ids"]) == ("fast", 32, "text-like"), found
     assert " 1.25\n" in out.getvalue(), out.getvalue()  # 5e5 / 4e5, ours/peer
+
     for wrong in [math.nan, 2], [10.8, math.nan], [10.8, 10.9], [5, 4]:
         with refused(peers_train.Wrong, "expected"):
             peers_train.check_losses(wrong)
-    ids, weights = peers_train.text_ids(100000), [1 / (id + 2.7) for id in range(50257)]
-    assert abs(sum(id < 100 for id in ids) / len(ids) - sum(weights[:100]) / sum(weights)) < 0.005
+
+    ids = peers_train.text_ids(100000)
+    weights = [1 / (id + 2.7) for id in range(50257)]
+    found = sum(id < 100 for id in ids) / len(ids)
+    expected = sum(weights[:100]) / sum(weights)
+    assert abs(found - expected) < 0.005, (found, expected)
 
 
 def test_figures_of_llmc(tmp):
-    """The mean of the steps that take 5 s, after those that take 3 s."""
+    """The mean of the steps of 5 s, after a warm-up of 3 s."""
     import peers_train
 
     steps = [("9.5", ms) for ms in (1500, 1500, 2000, 1000, 2000)] + [("7.5", 9999)]
@@ -510,17 +530,15 @@ def test_figures_of_scaling(tmp):
 
 
 def test_recipes_pass_the_trainers_checks(tmp):
-    """They fail at the missing data and nowhere before it, torchrun's and Slurm's ranks too."""
-    one_rank = (
-        'echo "$@" >"$(basename "$0").ran"; '
-        'while [ $1 != ./train_gpt2cu ]; do shift; done; exec "$@"'
-    )
-    shutil.copytree(SCRIPTS, tmp / "scripts")
-    (tmp / "train_gpt2cu").symlink_to(built())
-    more = {
-        **before_others(
-            tmp, {"make": "", "torchrun": one_rank, "srun": one_rank, "scontrol": "echo localhost"}
-        ),
+    """The program fails because the data is missing, and not before, under torchrun and Slurm,
+    too."""
+    # Instead of a launcher: writes its arguments to a file, and starts one rank.
+    launcher = """echo "$@" >"$(basename "$0").ran"
+        while [ $1 != ./train_gpt2cu ]; do shift; done
+        exec "$@" """
+    programs = {"make": "", "torchrun": launcher, "srun": launcher, "scontrol": "echo localhost"}
+    variables = {
+        **before_others(tmp, programs),
         "SLURM_SUBMIT_DIR": str(tmp),
         "SLURM_JOB_NODELIST": "1",
         "SLURM_JOB_ID": "7",
@@ -528,31 +546,29 @@ def test_recipes_pass_the_trainers_checks(tmp):
         "B": "4",
         "CUDA_VISIBLE_DEVICES": "",
     }
+    shutil.copytree(SCRIPTS, tmp / "scripts")
+    (tmp / "train_gpt2cu").symlink_to(built())
     for path in SCRIPTS.glob("run_*.sh"):
-        done = run(tmp / "scripts" / path.name, cwd="/", code=1, **more)
-        assert "data/cache/fineweb" in done.stderr and "data/prepare.py" in done.stderr, (
-            path,
-            done.stderr,
-        )
+        err = run(tmp / "scripts" / path.name, cwd="/", code=1, **variables).stderr
+        assert "data/cache/fineweb" in err and "data/prepare.py" in err, (path, err)
     assert (tmp / "torchrun.ran").read_text().startswith("--no-python ./train_gpt2cu -e d24 ")
 
 
 # --------------------------------------------------------------------------------------------------
 # What make chooses, and what runs tests, benchmarks and the sanitizer
 
-# What nvcc --dryrun says of its toolkit, which is the one that it is called in.
-NVCC = """here=$(dirname "$0"); for line in "TOP=$here/.." "INCLUDES=\\"-I$here/../include\\"" \\
-    "LIBRARIES= \\"-L$here/../lib64/stubs\\" \\"-L$here/../lib64\\""; do echo "#$ $line"; done"""
+# An nvcc whose --dryrun names the toolkit that it is in.
+NVCC = """here=$(dirname "$0")
+echo "#$ TOP=$here/.."
+echo "#$ INCLUDES=\\"-I$here/../include\\""
+echo "#$ LIBRARIES= \\"-L$here/../lib64/stubs\\" \\"-L$here/../lib64\\"" """
 
 
 def test_one_toolkit_is_chosen(tmp):
-    """CUDA_HOME's, else the PATH's, else where toolkits are; make says so where there is none."""
-    makefile = (
-        (ROOT / "Makefile")
-        .read_text()
-        .replace("/usr/local", f"{tmp}/local")
-        .replace("/opt", f"{tmp}/opt")
-    )
+    """CUDA_HOME's, else the one on the PATH, else one in the usual places. If there is none, make
+    says so."""
+    makefile = (ROOT / "Makefile").read_text()
+    makefile = makefile.replace("/usr/local", f"{tmp}/local").replace("/opt", f"{tmp}/opt")
     written(tmp / "Makefile", makefile)
     written(tmp / "train_gpt2.cu", "")
     (tmp / "tools").mkdir()
@@ -572,16 +588,20 @@ def test_one_toolkit_is_chosen(tmp):
     ):
         if found:
             executable(tmp / found / "bin" / "nvcc", NVCC)
-        settings = {"PATH": f"{tmp}/tools:{tmp}/path/bin", "CUDA_HOME": home, "NVCC": ""}
-        done = run("make", "-nB", "train_gpt2cu", cwd=tmp, code=2 if says else 0, **settings)
-        places = set(re.findall(rf"{tmp}/((?:local/)?\w+)/(?:include|lib64)", done.stdout))
-        assert says in done.stderr and (says or places == {found}), done
-        assert not says or done.stderr.count("\n") == 1, done
-        assert not (found and home) or f"{home}/bin/nvcc -" in done.stdout, done
+        variables = {"PATH": f"{tmp}/tools:{tmp}/path/bin", "CUDA_HOME": home, "NVCC": ""}
+        done = run("make", "-nB", "train_gpt2cu", cwd=tmp, code=2 if says else 0, **variables)
+        if says:
+            assert says in done.stderr and done.stderr.count("\n") == 1, done
+            continue
+        used = set(re.findall(rf"{tmp}/((?:local/)?\w+)/(?:include|lib64)", done.stdout))
+        assert used == {found}, done
+        if home:
+            assert f"{home}/bin/nvcc -" in done.stdout, done
 
 
 def test_programs_find_the_libraries_of_their_toolkit(tmp):
-    """Wherever these are, and however nvcc is named. The loader's cache would hide a wrong path."""
+    """Wherever the libraries are, and however nvcc is named. The loader must not use its cache,
+    which would hide a wrong path."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     loader = Path("/lib64/ld-linux-x86-64.so.2")
     if not os.path.exists(nvcc) or not loader.exists():
@@ -591,7 +611,7 @@ def test_programs_find_the_libraries_of_their_toolkit(tmp):
     if not top:
         raise Skip("needs NVIDIA's toolkit, which is in a folder of its own")
     toolkit = Path(top[1]).resolve()
-    # Both are without lib64. nvcc reads the profile that is next to it.
+    # Toolkits without a lib64. nvcc reads the profile that is next to it.
     for home in tmp / "conda", tmp / "two words":
         (home / "bin").mkdir(parents=True)
         for file in toolkit.glob("bin/*"):
@@ -603,39 +623,36 @@ def test_programs_find_the_libraries_of_their_toolkit(tmp):
     shutil.copy(ROOT / "Makefile", tmp)
     main = "int main() { return cublasCreate(nullptr) == 0; }"
     written(tmp / "train_gpt2.cu", f"#include <cublas_v2.h>\n{main}\n")
-    for settings in (
+    for way in (
         {"CUDA_HOME": f"{home}"},
         {"NVCC": f"{wrapper}"},
         {"NVCC": f"{home}/bin/nvcc -DNOTHING"},
         {"PATH": f"{wrapper.parent}:{os.environ['PATH']}"},
     ):
-        settings = {"CUDA_HOME": "", "NVCC": "", "LD_LIBRARY_PATH": "", "ARCH": "80", **settings}
-        run("make", "-B", "NCCL_HOME=none", "train_gpt2cu", cwd=tmp, **settings)
-        found = run(
-            loader, "--inhibit-cache", "--list", "./train_gpt2cu", cwd=tmp, LD_LIBRARY_PATH=""
-        )
-        assert f"=> {home}/" in re.search("libcublas.so.*", found.stdout)[0], (settings, found)
+        variables = {"CUDA_HOME": "", "NVCC": "", "LD_LIBRARY_PATH": "", "ARCH": "80", **way}
+        run("make", "-B", "NCCL_HOME=none", "train_gpt2cu", cwd=tmp, **variables)
+        listing = [loader, "--inhibit-cache", "--list", "./train_gpt2cu"]
+        found = run(*listing, cwd=tmp, LD_LIBRARY_PATH="")
+        assert f"=> {home}/" in re.search("libcublas.so.*", found.stdout)[0], (way, found)
     done = run("make", "train_gpt2cu", cwd=tmp, code=2, CUDA_HOME=f"{tmp}/two words", NVCC="")
     assert f"{tmp}/two words: " in done.stderr and done.stderr.count("\n") == 1, done
 
 
 def test_all_cores_are_used(tmp):
-    """Whatever OpenMP's variables say, which nproc obeys and torchrun and Slurm set."""
-    path = before_others(
-        tmp,
-        {
-            "nproc": "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-16}}",
-            "threads": "echo threads $OMP_NUM_THREADS; echo 1 passed, 0 failed, 0 skipped",
-        },
-    )
+    """make and run_tests.sh use all cores, whatever OpenMP's variables say. nproc obeys these, and
+    torchrun and Slurm set them."""
+    programs = {
+        "nproc": "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-16}}",
+        "threads": "echo threads $OMP_NUM_THREADS; echo 1 passed, 0 failed, 0 skipped",
+    }
+    path = before_others(tmp, programs)
     makefile = written(tmp / "Makefile", f"include {ROOT}/Makefile\n$(info flags $(MAKEFLAGS))\n")
     for few in "OMP_NUM_THREADS", "OMP_THREAD_LIMIT":
         done = run("make", "-f", makefile, "help", cwd=tmp, **{few: "1"}, **path)
         assert re.search("^flags.* -j16( |$)", done.stdout, re.M), done
-        done = run(
-            ROOT / "dev" / "test" / "run_tests.sh", "true", "threads", cwd=tmp, **{few: "1"}, **path
-        )
-        assert "threads 2\n" in done.stdout, done  # it runs beside others, as with 16 cores
+        done = run(RUN_TESTS, "true", "threads", cwd=tmp, **{few: "1"}, **path)
+        # It runs in the background, as on 16 cores.
+        assert "threads 2\n" in done.stdout, done
 
 
 def test_programs_with_kernels_keep_most_cores(tmp):
@@ -651,92 +668,73 @@ def test_programs_with_kernels_keep_most_cores(tmp):
 
 
 def test_runner_of_the_tests(tmp):
-    """dev/test/run_tests.sh and a harness: what they count, and that nothing runs for ever or is
+    """What dev/test/run_tests.sh and the Python harness count, and that nothing runs for ever or is
     left behind."""
-    harness = (
-        f"#!{sys.executable}\nimport sys\nsys.path.append('{ROOT}/dev/test')\nimport harness\n"
-    )
-    path = before_others(
-        tmp,
-        {
-            "good": "echo 3 passed, 0 failed, 1 skipped",
-            "bad": "echo 1 passed, 2 failed, 0 skipped; exit 1",
-            "dies": "echo boom; exit 139",
-            "lies": "echo 3 passed, 0 failed, 0 skipped; exit 3",
-            "nproc": "echo $CORES",
-            "hangs": "sleep 60 & echo $! >pid; wait",
-            "hangs.py": "import time\ntime.sleep(60)",
-            "python.py": f"{harness}def test_a(): pass\ndef test_b(): assert 0\nharness.main()",
-        },
-    )
+    programs = {
+        "good": "echo 3 passed, 0 failed, 1 skipped",
+        "bad": "echo 1 passed, 2 failed, 0 skipped; exit 1",
+        "dies": "echo boom; exit 139",
+        "lies": "echo 3 passed, 0 failed, 0 skipped; exit 3",
+        "hangs": "sleep 60 & echo $! >pid; wait",
+        "hangs.py": "import time\ntime.sleep(60)",
+        "python.py": f"""#!{sys.executable}
+import sys
+sys.path.append('{ROOT}/dev/test')
+import harness
+def test_a(): pass
+def test_b(): assert 0
+harness.main()""",
+    }
+    path = before_others(tmp, {**programs, "nproc": "echo $CORES"})
+    limits = {"TEST_LIMIT": "3", "TEST_PATIENCE": "1"}
     for cores in "2", "16":
-        done = run(
-            ROOT / "dev" / "test" / "run_tests.sh",
-            "false",
-            "good",
-            "bad",
-            "dies",
-            "lies",
-            "hangs",
-            "hangs.py",
-            "python.py",
-            cwd=tmp,
-            code=1,
-            TEST_LIMIT="3",
-            TEST_PATIENCE="1",
-            CORES=cores,
-            **path,
-        )
+        done = run(RUN_TESTS, "false", *programs, cwd=tmp, code=1, CORES=cores, **limits, **path)
         assert done.stdout.endswith("\n5 passed, 8 failed, 1 skipped\n"), done.stdout
         assert done.stdout.count(": no end") == 2, done.stdout
         assert not os.path.exists(f"/proc/{(tmp / 'pid').read_text().strip()}/exe")
-    run(ROOT / "dev" / "test" / "run_tests.sh", "true", "good", cwd=tmp, CORES="2", **path)
+    run(RUN_TESTS, "true", "good", cwd=tmp, CORES="2", **path)
     for part, code in ("test_a", 0), ("test_b", 1), ("nonsense", 1):
         run(tmp / "python.py", part, code=code)
 
 
 def test_measuring_in_parts(tmp):
-    """Each benchmark runs, with the same RUN. No table is written after one that fails."""
-    script = executable(tmp / "scripts" / "measure.sh", (SCRIPTS / "measure.sh").read_text())
-    benches = [
-        "bench_attention",
-        "accuracy",
-        "study_accumulation",
-        "study_ring",
-        "bench_ring",
-        "bench_train",
-    ]
-    others = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "tables")]
+    """Each benchmark runs, with the same RUN. After a failure nothing else does, tables.py
+    included."""
+    script = copied_script(tmp, "measure.sh")
+    # As in the order in which measure.sh runs them.
+    benches = (
+        "bench_attention accuracy study_accumulation study_ring bench_ring bench_train".split()
+    )
+    scripts = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "tables")]
     for name in benches:
         executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
-    path = before_others(
-        tmp,
-        {
-            "make": "",
-            "nvidia-smi": "echo GPU 0; echo GPU 1",
-            "python3": """[ "$1" = -c ] && exit 1
-        echo "$RUN $*" >>ran; case $* in $BAD) exit 3 ;; esac""",
-        },
-    )
+    programs = {
+        "make": "",
+        "nvidia-smi": "echo GPU 0; echo GPU 1",
+        "python3": """[ "$1" = -c ] && exit 1  # there is no PyTorch
+            echo "$RUN $*" >>ran
+            case $* in $BAD) exit 3 ;; esac""",
+    }
+    path = before_others(tmp, programs)
     for parts, bad, code, expected in (
-        ([], "", 0, [*benches, *others]),
+        ([], "", 0, [*benches, *scripts]),
         (["ring", "rin"], "", 2, []),
         (["ring", "accuracy"], "bench_ring*", 3, ["study_ring", "bench_ring"]),
     ):
         written(tmp / "ran", "")
         run(script, *parts, code=code, BAD=bad, **path)
         ran = [line.split(" ") for line in (tmp / "ran").read_text().splitlines()]
-        assert list(dict.fromkeys(words[1] for words in ran)) == expected, (parts, ran)
-        assert len({words[0] for words in ran} - {""}) == bool(ran), ran
+        assert list(dict.fromkeys(program for _, program, *_ in ran)) == expected, (parts, ran)
+        runs = {run_name for run_name, *_ in ran}
+        assert "" not in runs and len(runs) == (1 if expected else 0), ran
 
 
 def test_sanitizer_of_the_kernels(tmp):
-    sanitize = executable(tmp / "scripts" / "sanitize.sh", (SCRIPTS / "sanitize.sh").read_text())
-    path = before_others(
-        tmp, {"make": "", "compute-sanitizer": 'case "$2 $6" in synccheck?bad) exit 1; esac'}
-    )
-    run(sanitize, "good", **path)
-    run(sanitize, "bad", "good", code=123, **path)  # as xargs ends
+    script = copied_script(tmp, "sanitize.sh")
+    finds_bad = 'case "$2 $6" in synccheck?bad) exit 1 ;; esac'  # by tool and test
+    path = before_others(tmp, {"make": "", "compute-sanitizer": finds_bad})
+    run(script, "good", **path)
+    run(script, "bad", "good", code=123, **path)  # xargs's exit code
 
 
 if __name__ == "__main__":
