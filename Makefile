@@ -33,7 +33,7 @@ ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
 $(error $(CXX) is clang, which ignores what makes the CPU backend fast: leave out CXX or name a g++)
 endif
 
-# The first of: NVCC, CUDA_HOME's nvcc, the one on the PATH, the newest in the usual places.
+# The first of: NVCC, CUDA_HOME's nvcc, the one on the PATH, those in the usual places.
 TOOLKITS   := /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -rV) /opt/cuda
 ON_PATH     = $(if $(shell command -v nvcc),nvcc)
 INSTALLED   = $(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc)

@@ -46,7 +46,7 @@ is_installed() {  # way
     esac
 }
 
-# within starts this script again, because it can kill a program but no function.
+# `within` cannot start a function, so it starts this script with --way.
 if [ "$1" = --way ]; then
     start "$2"
     exit
