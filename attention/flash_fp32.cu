@@ -20,8 +20,8 @@
 //
 // New against flash_simple: a thread owns a piece of a tile and not a row, so every load feeds many
 // FFMAs. In forward a block of 4 warps keeps Br query rows of one (b, head), and K and V stream
-// past them. In backward one kernel makes all of dQ, dK and dV, with 5 products for 7. A block
-// keeps Bc keys, and Q and dO stream past them.
+// past them. In backward one kernel computes all of dQ, dK and dV, with 5 products instead of 7. A
+// block keeps Bc keys, and Q and dO stream past them.
 //
 // The FFMA rate bounds it, then shared memory. An M × N sub-tile of a thread costs M + N loads of
 // 16 bytes for 4·M·N FFMAs, so sub-tiles are as large as 255 registers allow. P and dS change
@@ -33,8 +33,8 @@
 //
 // Writes: forward out, lse and lse_rest, backward dq, dk and dv (every element).  Scratch: D,
 // lse_rest and the counters.
-// Limits: HS in {64, 128}, 1 ≤ T ≤ 2^20, B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel
-// flash_fp32
+// Limits: HS in {64, 128}, 1 ≤ T ≤ 2^20, B·NH·T ≤ 2^36.
+// Run: ./dev/bench_attention --kernel flash_fp32
 #include <climits>
 
 #include "attention/launch.h"
@@ -43,51 +43,83 @@
 
 namespace {
 
-// -------------------------------------------------------------------------------------------------
-// Tiles
+constexpr char kName[] = "flash_fp32";
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps;  // a warp for each scheduler of an SM
-constexpr int kLaneRows = 4, kLaneCols = 8;        // a warp's lanes as a grid
-// terms of a dot product that are summed in one go, as in D_kernel
-constexpr int kTerms = 16;
+// -------------------------------------------------------------------------------------------------
+// Tiles. A warp owns a quarter of a tile's rows. Its lanes are a grid of 4 × 8, and a lane owns
+// every fourth of these rows and every eighth column of S.
+
+constexpr int kWarps = 4;  // one for each scheduler of an SM
+constexpr int kThreads = 32 * kWarps;
+constexpr int kLaneRows = 4;
+constexpr int kLaneCols = 8;
+constexpr int kTerms = 16;  // of a dot product are summed in one go, as in D_kernel
 
 // Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one
 // computes while the other loads or waits at a barrier.
 template <int HS_, int Br_, int Bc_>
 struct Tiles {
-    static constexpr int HS = HS_, Br = Br_, Bc = Bc_;
+    static constexpr int HS = HS_;
+    static constexpr int Br = Br_;
+    static constexpr int Bc = Bc_;
     // Row lengths in shared memory. With +4 floats, lanes that read 16 bytes of 8 neighbouring rows
     // hit 8 different bank groups. With +8, a warp that writes 8 neighbouring floats in each of 4
     // rows hits 32 different banks.
-    static constexpr int kRow = HS + 4, kPRow = Bc + 8;
-    // Q, K or V, P
-    static constexpr int forward_floats() { return (Br + Bc) * kRow + Br * kPRow; }
-    // Q, dO, K, V, P or dS
-    static constexpr int backward_floats() { return 2 * (Br + Bc) * kRow + Br * kPRow; }
+    static constexpr int kRow = HS + 4;
+    static constexpr int kPRow = Bc + 8;
+    // Accumulators of a thread: ThreadRows × ThreadCols of S, ThreadRows × ThreadOut of O and dQ,
+    // ThreadKeys × ThreadOut of dK and dV.
+    static constexpr int ThreadRows = Br / kWarps / kLaneRows;
+    static constexpr int ThreadKeys = Bc / kWarps / kLaneRows;
+    static constexpr int ThreadCols = Bc / kLaneCols;
+    static constexpr int ThreadOut = HS / kLaneCols;
 };
 
-//                                              a thread's S, O            shared memory
-// 8×8, 8×8: 128 accumulators 87 KB, two blocks an SM on sm_90
-using Forward64 = Tiles<64, 128, 64>;
-using Forward128 = Tiles<128, 64, 64>;  // 4×8, 4×16                   84 KB
-// 4×8, 4×8 52 KB, as Turing gives a block 64 KB
-using ForwardSmall64 = Tiles<64, 64, 64>;
-using ForwardSmall128 = Tiles<128, 32, 64>;  // 2×8, 2×16                   59 KB
-//                                              a thread's S, dP, dK, dV
-using Backward64 = Tiles<64, 64, 64>;  // all 4×8: 128 accumulators   86 KB
-// 2×8, 2×8, 4×16, 4×16 108 KB, for sm_80, sm_90, sm_100
-using Backward128 = Tiles<128, 32, 64>;
-using BackwardSmall64 = Tiles<64, 32, 64>;    // 2×8, 2×8, 4×8, 4×8          60 KB
-using BackwardSmall128 = Tiles<128, 16, 32>;  // 1×4, 1×4, 2×16, 2×16        52 KB
+template <class Tile>
+struct ForwardSharedMemory {
+    float q[Tile::Br][Tile::kRow];   // scaled
+    float kv[Tile::Bc][Tile::kRow];  // K and V in turn
+    float p[Tile::Br][Tile::kPRow];
+};
+template <class Tile>
+struct BackwardSharedMemory {
+    float k[Tile::Bc][Tile::kRow];
+    float v[Tile::Bc][Tile::kRow];
+    float q[Tile::Br][Tile::kRow];  // scaled
+    float dout[Tile::Br][Tile::kRow];
+    float p[Tile::Br][Tile::kPRow];  // P and dS in turn
+};
 
-// The lane grid. Bits 0 and 4 of the lane are the row, and bits 1 to 3 the column. Lanes that share
-// an address then differ in bit 0 (same column) or bit 1 (same row). That lets the hardware serve a
-// 16-byte load of the warp in 2 passes, not 4.
+//   forward              a thread's S, O                shared memory
+//   Forward64            8×8, 8×8: 128 accumulators     87 KB, two blocks an SM on sm_90
+//   Forward128           4×8, 4×16                      84 KB
+//   ForwardSmall64       4×8, 4×8                       52 KB, as Turing gives a block 64 KB
+//   ForwardSmall128      2×8, 2×16                      59 KB
+//
+//   backward             a thread's S, dP, dK, dV
+//   Backward64           all 4×8: 128 accumulators      86 KB
+//   Backward128          2×8, 2×8, 4×16, 4×16           108 KB, for sm_80, sm_90, sm_100
+//   BackwardSmall64      2×8, 2×8, 4×8, 4×8             60 KB
+//   BackwardSmall128     1×4, 1×4, 2×16, 2×16           52 KB
+using Forward64 = Tiles<64, 128, 64>;
+using Forward128 = Tiles<128, 64, 64>;
+using ForwardSmall64 = Tiles<64, 64, 64>;
+using ForwardSmall128 = Tiles<128, 32, 64>;
+using Backward64 = Tiles<64, 64, 64>;
+using Backward128 = Tiles<128, 32, 64>;
+using BackwardSmall64 = Tiles<64, 32, 64>;
+using BackwardSmall128 = Tiles<128, 16, 32>;
+
+// The lane grid: lane = 16·r1 + 2·column + r0, and row = 2·r1 + r0. Lanes that share an address
+// then differ in bit 0 (same column) or bit 1 (same row), and the hardware serves a 16-byte load of
+// the warp in 2 passes, not 4.
 __device__ int lane_row() {
-    return (threadIdx.x & 1) | (threadIdx.x >> 3 & 2);
+    const int lane = threadIdx.x % 32;
+    return lane / 16 * 2 + lane % 2;
 }
 __device__ int lane_col() {
-    return threadIdx.x >> 1 & 7;
+    const int lane = threadIdx.x % 32;
+    return lane / 2 % 8;
 }
 
 // Over the 8 lanes that share a row.
@@ -103,64 +135,89 @@ __device__ float row_sum(float x) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Tiles move to shared memory through registers, so that the loads can run beside something else.
+// Loads. Tiles reach shared memory by way of registers, so that the loads can overlap other work.
 
-template <int Rows, int HS>
-constexpr int kStage = Rows * HS / 4 / kThreads;  // pieces of a thread
-
-// A row is HS/4 threads wide. Each thread takes one 16-byte piece of every kRowsAtOnce-th row.
+// A row is HS/4 threads wide. Each thread copies one 16-byte piece of every kRowsAtOnce-th row.
 template <int HS>
 constexpr int kRowsAtOnce = kThreads / (HS / 4);
 
-// Rows beyond `valid` read as zero.
 template <int Rows, int HS>
-__device__ void fetch(float4 (&stage)[(kStage<Rows, HS>)], const float* rows, size_t token,
-                      int valid) {
+using StagingRegisters = float4[Rows / kRowsAtOnce<HS>];
+
+// Loads `Rows` rows, of which `count` exist. The others are zeros.
+template <int Rows, int HS>
+__device__ void load_tile(StagingRegisters<Rows, HS>& regs, const float* rows, size_t row_stride,
+                          int count) {
     const int row = threadIdx.x / (HS / 4);
-    rows += row * token + threadIdx.x % (HS / 4) * 4;
+    rows += row * row_stride + threadIdx.x % (HS / 4) * 4;
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
-        stage[i] =
-            row + i * kRowsAtOnce<HS> < valid ? *reinterpret_cast<const float4*>(rows) : float4{};
-        rows += kRowsAtOnce<HS> * token;
+        const bool exists = row + i * kRowsAtOnce<HS> < count;
+        regs[i] = exists ? *reinterpret_cast<const float4*>(rows) : float4{};
+        rows += kRowsAtOnce<HS> * row_stride;
     }
 }
 
+// Writes them to shared memory, times factor.
 template <int Rows, int HS>
-__device__ void store(float* smem, const float4 (&stage)[kStage<Rows, HS>], float factor = 1.f) {
-    smem += threadIdx.x / (HS / 4) * (HS + 4) + threadIdx.x % (HS / 4) * 4;
+__device__ void stage_tile(float (&tile)[Rows][HS + 4], const StagingRegisters<Rows, HS>& regs,
+                           float factor = 1.f) {
+    float* to = &tile[threadIdx.x / (HS / 4)][threadIdx.x % (HS / 4) * 4];
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
-        const float4 v = stage[i];
-        *reinterpret_cast<float4*>(smem + i * kRowsAtOnce<HS> * (HS + 4)) =
-            float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+        const float4 x = regs[i];
+        *reinterpret_cast<float4*>(to + i * kRowsAtOnce<HS> * (HS + 4)) =
+            float4{x.x * factor, x.y * factor, x.z * factor, x.w * factor};
     }
 }
 
-// -------------------------------------------------------------------------------------------------
-// Products. a and b point to the thread's first row and column. Its rows are row, row + 4, …, or M
-// neighbours in matmul_tn. Its columns are col, col + 8, … in matmul_nt, and in the others 4·col …
-// 4·col + 3, then the same + 32, ….
-
+// N floats to registers, in pieces of 4 that are `stride` apart.
 template <int N>
 __device__ void load(float (&to)[N], const float* from, int stride = 4) {
     if constexpr (N == 2) {
-        const float2 v = *reinterpret_cast<const float2*>(from);
-        to[0] = v.x;
-        to[1] = v.y;
+        const float2 x = *reinterpret_cast<const float2*>(from);
+        to[0] = x.x;
+        to[1] = x.y;
     } else {
         for (int n = 0; n < N / 4; n++) {
-            const float4 v = *reinterpret_cast<const float4*>(from + n * stride);
-            to[4 * n] = v.x;
-            to[4 * n + 1] = v.y;
-            to[4 * n + 2] = v.z;
-            to[4 * n + 3] = v.w;
+            const float4 x = *reinterpret_cast<const float4*>(from + n * stride);
+            to[4 * n] = x.x;
+            to[4 * n + 1] = x.y;
+            to[4 * n + 2] = x.z;
+            to[4 * n + 3] = x.w;
         }
     }
 }
 
-// acc += A Bᵀ over K columns.
+// Row t of a head, from the thread's column on. (HeadsView::row() would have the compiler store one
+// float at a time.)
+template <int HS>
+__device__ float* row_from(const HeadsView<float>& x, const WorkTile& w, int t, int col) {
+    return x.ptr + w.b * x.batch_stride + t * x.token_stride + w.h * HS + 4 * col;
+}
+// Four floats to global memory, times factor.
+__device__ void store4(float* to, const float* x, float factor = 1.f) {
+    *reinterpret_cast<float4*>(to) =
+        float4{x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
+}
+// Adds them to what is there. __ldcg bypasses L1, which does not see other SMs' writes, and
+// __fadd_rn keeps the compiler from making an FMA of it: what is added is rounded as in store4.
+__device__ void add4(float* to, const float* x, float factor) {
+    float4 sum = __ldcg(reinterpret_cast<const float4*>(to));
+    sum.x = __fadd_rn(x[0] * factor, sum.x);
+    sum.y = __fadd_rn(x[1] * factor, sum.y);
+    sum.z = __fadd_rn(x[2] * factor, sum.z);
+    sum.w = __fadd_rn(x[3] * factor, sum.w);
+    *reinterpret_cast<float4*>(to) = sum;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Products. a and b point to the thread's first row and column; their rows are a_row and b_row
+// floats apart. The thread's rows are row, row + 4, …, or M neighbours in add_atb. Its columns are
+// col, col + 8, … in multiply_abt, and in the others 4·col … 4·col + 3, then the same + 32, ….
+
+// c += A Bᵀ over K columns.
 template <int K, int M, int N>
-__device__ void matmul_nt(float (&acc)[M][N], const float* a, int a_row, const float* b,
-                          int b_row) {
+__device__ void multiply_abt(float (&c)[M][N], const float* a, int a_row, const float* b,
+                             int b_row) {
 #pragma unroll 4
     for (int k = 0; k < K; k += 4) {
         float b_regs[N][4];
@@ -171,16 +228,15 @@ __device__ void matmul_nt(float (&acc)[M][N], const float* a, int a_row, const f
             load(a_regs, a + i * kLaneRows * a_row + k);
             for (int e = 0; e < 4; e++)
                 for (int j = 0; j < N; j++)
-                    acc[i][j] += a_regs[e] * b_regs[j][e];
+                    c[i][j] += a_regs[e] * b_regs[j][e];
         }
     }
 }
 
-// acc += A B over K columns of A, rows of B.
+// c += A B over K columns of A, rows of B.
 // [quote]
 template <int K, int M, int N>
-__device__ void matmul_nn(float (&acc)[M][N], const float* a, int a_row, const float* b,
-                          int b_row) {
+__device__ void add_ab(float (&c)[M][N], const float* a, int a_row, const float* b, int b_row) {
 #pragma unroll 1  // more would spill on sm_80
     for (int k = 0; k < K; k += 4) {
         float a_regs[M][4];
@@ -191,16 +247,15 @@ __device__ void matmul_nn(float (&acc)[M][N], const float* a, int a_row, const f
             load(b_regs, b + (k + e) * b_row, 4 * kLaneCols);
             for (int i = 0; i < M; i++)
                 for (int j = 0; j < N; j++)
-                    acc[i][j] += a_regs[i][e] * b_regs[j];
+                    c[i][j] += a_regs[i][e] * b_regs[j];
         }
     }
 }
 // [end]
 
-// acc += Aᵀ B over K rows.
+// c += Aᵀ B over K rows.
 template <int K, int M, int N>
-__device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const float* b,
-                          int b_row) {
+__device__ void add_atb(float (&c)[M][N], const float* a, int a_row, const float* b, int b_row) {
 #pragma unroll 8
     for (int k = 0; k < K; k++) {
         float a_regs[M];
@@ -209,152 +264,175 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
         load(b_regs, b + k * b_row, 4 * kLaneCols);
         for (int i = 0; i < M; i++)
             for (int j = 0; j < N; j++)
-                acc[i][j] += a_regs[i] * b_regs[j];
+                c[i][j] += a_regs[i] * b_regs[j];
     }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Softmax, of one of this thread's rows
+
+// Raises m to the largest S so far. Returns e^{m−m'}.
+template <int N>
+__device__ float raise_max(float& m, const float (&s)[N]) {
+    float m_new = s[0];
+    for (int j = 1; j < N; j++)
+        m_new = fmaxf(m_new, s[j]);
+    m_new = fmaxf(m, row_max(m_new));
+    const float rescale = exp2_approx((m - m_new) * kLog2e);
+    m = m_new;
+    return rescale;
+}
+
+// Writes P to shared memory. Returns its sum over this thread's columns.
+template <int N>
+__device__ float exponentials(float* p_smem, const float (&s)[N], float m) {
+    float l_tile = 0.f;
+    for (int j = 0; j < N; j++) {
+        const float p = exp2_approx((s[j] - m) * kLog2e);
+        l_tile += p;
+        p_smem[j * kLaneCols] = p;
+    }
+    return l_tile;
 }
 
 // -------------------------------------------------------------------------------------------------
 // Forward
 
 struct ForwardArgs {
-    HeadsView<const float> q, k, v;
+    HeadsView<const float> q;
+    HeadsView<const float> k;
+    HeadsView<const float> v;
     HeadsView<float> out;
-    RowStatsView<float> lse, lse_rest;  // lse_rest may be null. lse_rest_kernel reads lse
-    int Tq, Tk, NH;
-    int shift;  // query i sees the keys j ≤ i + shift
+    RowStatsView<float> lse;       // lse_rest_kernel reads it
+    RowStatsView<float> lse_rest;  // may be null
+    int Tq;
+    int Tk;
+    int NH;
+    int shift;  // query i sees keys j ≤ i + shift
     float scale;
 };
 
-// Writes O / l and lse. A thread has rows row, row + 4, ….
-template <class Tile, int M, int N>
-__device__ void store_out(const ForwardArgs& args, int b, int h, int row, int col,
-                          const float (&o_regs)[M][N], const float (&m)[M], float (&l)[M]) {
+// Tiles of queries, the longest first: a head in x, its tiles in y.
+__device__ WorkTile query_tile(int NH) {
+    return {.tile = static_cast<int>(gridDim.y - 1 - blockIdx.y),
+            .bh = static_cast<int>(blockIdx.x),
+            .b = static_cast<int>(blockIdx.x / NH),
+            .h = static_cast<int>(blockIdx.x % NH)};
+}
+
+// Writes O / l and lse. The thread has rows lane_q, lane_q + 4, ….
+template <int HS, int M, int N>
+__device__ void store_rows(const ForwardArgs& args, const WorkTile& w, int lane_q, int col,
+                           const float (&o)[M][N], const float (&m)[M], float (&l)[M]) {
 #pragma unroll  // before the compiler orders the loads, not after
     for (int i = 0; i < M; i++) {
         l[i] = row_sum(l[i]);
-        const int t = row + i * kLaneRows;
+        const int t = lane_q + i * kLaneRows;
         if (t >= args.Tq)
             continue;
-        float* out = args.out.row(b, t, h, Tile::HS) + 4 * col;
+        float* out = args.out.row(w.b, t, w.h, HS) + 4 * col;
         const float inv_l = 1.f / l[i];
-        for (int n = 0; n < N / 4; n++) {
-            const float* o = &o_regs[i][4 * n];
-            *reinterpret_cast<float4*>(out + n * 4 * kLaneCols) =
-                float4{o[0] * inv_l, o[1] * inv_l, o[2] * inv_l, o[3] * inv_l};
-        }
+        for (int n = 0; n < N / 4; n++)
+            store4(out + n * 4 * kLaneCols, &o[i][4 * n], inv_l);
         if (col > 0)
             continue;
         const double exact = m[i] + precise_log(l[i]);
         const float lse = static_cast<float>(exact);
-        args.lse.ptr[blockIdx.x * args.lse.head_stride + t] = lse;
+        w.stats(args.lse)[t] = lse;
         if (args.lse_rest.ptr)
-            args.lse_rest.ptr[blockIdx.x * args.lse_rest.head_stride + t] =
-                static_cast<float>(exact - lse);
+            w.stats(args.lse_rest)[t] = static_cast<float>(exact - lse);
     }
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(const __grid_constant__ ForwardArgs args) {
     constexpr int HS = Tile::HS;
     constexpr int Br = Tile::Br;
     constexpr int Bc = Tile::Bc;
     constexpr int kRow = Tile::kRow;
     constexpr int kPRow = Tile::kPRow;
-    constexpr int M = Br / kWarps / kLaneRows;
-    constexpr int N = Bc / kLaneCols;
-    constexpr int kOut = HS / kLaneCols;
-    extern __shared__ float4 smem[];
-    float* q_smem = reinterpret_cast<float*>(smem);  // (Br, HS), scaled
-    float* kv_smem = q_smem + Br * kRow;             // (Bc, HS), K and V in turn
-    float* p_smem = kv_smem + Bc * kRow;             // (Br, Bc)
+    constexpr int ThreadRows = Tile::ThreadRows;
+    constexpr int ThreadCols = Tile::ThreadCols;
+    constexpr int ThreadOut = Tile::ThreadOut;
+    extern __shared__ float4 dynamic_smem[];
+    auto& smem = *reinterpret_cast<ForwardSharedMemory<Tile>*>(dynamic_smem);
 
-    // Longest rows first, so that short ones fill the gaps at the end.
-    const int b = blockIdx.x / args.NH;
-    const int h = blockIdx.x % args.NH;
-    const int q0 = (gridDim.y - 1 - blockIdx.y) * Br;
-    const float* q = args.q.ptr + b * args.q.batch_stride + q0 * args.q.token_stride + h * HS;
-    const float* k = args.k.ptr + b * args.k.batch_stride + h * HS;
-    const float* v = args.v.ptr + b * args.v.batch_stride + h * HS;
-    // this thread's first
+    const WorkTile w = query_tile(args.NH);
+    const int q0 = w.tile * Br;
+    const float* q = args.q.row(w.b, q0, w.h, HS);
+    const float* k = args.k.row(w.b, 0, w.h, HS);
+    const float* v = args.v.row(w.b, 0, w.h, HS);
+    // this thread's first row and column in the tile
     const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row();
     const int col = lane_col();
 
     const int q_end = min(q0 + Br, args.Tq);
-    const int kv_end = min(args.Tk, q_end + args.shift);           // keys that the last row sees
-    const int kv_seen_by_all = min(args.Tk, q0 + args.shift + 1);  // keys that the first row sees
+    const int k_end = min(args.Tk, q_end + args.shift);        // keys that the last row sees
+    const int k_unmasked = min(args.Tk, q0 + args.shift + 1);  // keys that all rows see
 
-    float4 q_stage[kStage<Br, HS>];
-    float4 kv_stage[kStage<Bc, HS>];
-    fetch<Br, HS>(q_stage, q, args.q.token_stride, q_end - q0);
-    store<Br, HS>(q_smem, q_stage, args.scale);
-    fetch<Bc, HS>(kv_stage, k, args.k.token_stride, kv_end);
-    store<Bc, HS>(kv_smem, kv_stage);
+    StagingRegisters<Br, HS> q_stage;
+    StagingRegisters<Bc, HS> kv_stage;
+    load_tile<Br, HS>(q_stage, q, args.q.token_stride, q_end - q0);
+    stage_tile<Br, HS>(smem.q, q_stage, args.scale);
+    load_tile<Bc, HS>(kv_stage, k, args.k.token_stride, k_end);
+    stage_tile<Bc, HS>(smem.kv, kv_stage);
 
-    float o_regs[M][kOut] = {};
-    float m[M];
-    float l[M] = {};  // l is of this thread's columns only
-    for (int i = 0; i < M; i++)
-        m[i] = -INFINITY;
+    float o[ThreadRows][ThreadOut] = {};
+    float m[ThreadRows];
+    float l[ThreadRows] = {};  // of this thread's columns until the end
+    for (float& x : m)
+        x = -INFINITY;
 
-    for (int kv0 = 0; kv0 < kv_end; kv0 += Bc) {
+    for (int k0 = 0; k0 < k_end; k0 += Bc) {
         __syncthreads();  // K is there
-        float s_regs[M][N] = {};
-        matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, kv_smem + col * kRow, kRow);
-        // V comes while the softmax runs
-        fetch<Bc, HS>(kv_stage, v + kv0 * args.v.token_stride, args.v.token_stride, kv_end - kv0);
+        float s[ThreadRows][ThreadCols] = {};
+        multiply_abt<HS>(s, smem.q[row], kRow, smem.kv[col], kRow);
+        // V is loaded while the softmax runs
+        load_tile<Bc, HS>(kv_stage, v + k0 * args.v.token_stride, args.v.token_stride, k_end - k0);
 
-        if (kv0 + Bc > kv_seen_by_all) {  // the diagonal, and the last keys
-            for (int i = 0; i < M; i++)
-                for (int j = 0; j < N; j++) {
-                    const int key = kv0 + col + j * kLaneCols;
+        if (k0 + Bc > k_unmasked) {  // the diagonal, and the last keys
+            for (int i = 0; i < ThreadRows; i++)
+                for (int j = 0; j < ThreadCols; j++) {
+                    const int key = k0 + col + j * kLaneCols;
                     if (key >= args.Tk || key > q0 + row + i * kLaneRows + args.shift)
-                        s_regs[i][j] = -INFINITY;
+                        s[i][j] = -INFINITY;
                 }
         }
 
         // Online softmax. Everything so far was relative to the old m.
-        for (int i = 0; i < M; i++) {
-            float m_new = s_regs[i][0];
-            for (int j = 1; j < N; j++)
-                m_new = fmaxf(m_new, s_regs[i][j]);
-            m_new = fmaxf(m[i], row_max(m_new));
-            const float correction = exp2_approx((m[i] - m_new) * kLog2e);
-            m[i] = m_new;
-            float l_tile = 0.f;
-            for (int j = 0; j < N; j++) {
-                const float p = exp2_approx((s_regs[i][j] - m_new) * kLog2e);
-                l_tile += p;
-                p_smem[(row + i * kLaneRows) * kPRow + col + j * kLaneCols] = p;
-            }
-            l[i] = l[i] * correction + l_tile;
-            for (int j = 0; j < kOut; j++)
-                o_regs[i][j] *= correction;
+        for (int i = 0; i < ThreadRows; i++) {
+            const float rescale = raise_max(m[i], s[i]);
+            const float l_tile = exponentials(&smem.p[row + i * kLaneRows][col], s[i], m[i]);
+            l[i] = l[i] * rescale + l_tile;
+            for (int j = 0; j < ThreadOut; j++)
+                o[i][j] *= rescale;
         }
 
         __syncthreads();  // everyone is done with K
-        store<Bc, HS>(kv_smem, kv_stage);
+        stage_tile<Bc, HS>(smem.kv, kv_stage);
         __syncthreads();  // V is there, and P, whose rows stay within a warp
-        const int kv_next = kv0 + Bc;
-        if (kv_next < kv_end)
-            fetch<Bc, HS>(kv_stage, k + kv_next * args.k.token_stride, args.k.token_stride,
-                          kv_end - kv_next);
+        const int k_next = k0 + Bc;
+        if (k_next < k_end)
+            load_tile<Bc, HS>(kv_stage, k + k_next * args.k.token_stride, args.k.token_stride,
+                              k_end - k_next);
         // Each tile has a sum of its own, so the error of O does not grow with T. It would show in
         // dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
-        float pv_regs[M][kOut] = {};
-        matmul_nn<Bc>(pv_regs, p_smem + row * kPRow, kPRow, kv_smem + 4 * col, kRow);
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < kOut; j++)
-                o_regs[i][j] += pv_regs[i][j];
+        float pv[ThreadRows][ThreadOut] = {};
+        add_ab<Bc>(pv, smem.p[row], kPRow, &smem.kv[0][4 * col], kRow);
+        for (int i = 0; i < ThreadRows; i++)
+            for (int j = 0; j < ThreadOut; j++)
+                o[i][j] += pv[i][j];
         __syncthreads();  // everyone is done with V
-        if (kv_next < kv_end)
-            store<Bc, HS>(kv_smem, kv_stage);
+        if (k_next < k_end)
+            stage_tile<Bc, HS>(smem.kv, kv_stage);
     }
 
-    store_out<Tile>(args, b, h, q0 + row, col, o_regs, m, l);
+    store_rows<HS>(args, w, q0 + row, col, o, m, l);
 }
 
 // -------------------------------------------------------------------------------------------------
-// Backward
+// Backward: D, lse_rest if nobody gives it, then dQ, dK and dV
 
 // D = rowsum(dO∘O). HS/16 neighbouring lanes own a row, kTerms each, and add their sums from left
 // to right. dP = dO Vᵀ is summed in the same order. So dP − D is exactly 0 where one key has all
@@ -368,17 +446,16 @@ __global__ void D_kernel(float* D, HeadsView<const float> dout, HeadsView<const 
     const size_t h = row % NH;
     const size_t t = row / NH % Tq;
     const size_t b = row / NH / Tq;
+
     float sum = 0.f;
     if (row < rows) {
         const int column = thread % kLanes * kTerms;
-        const float* x = dout.row(b, t, h, HS) + column;
-        const float* y = out.row(b, t, h, HS) + column;
-        float x_regs[kTerms];
-        float y_regs[kTerms];
-        load(x_regs, x);
-        load(y_regs, y);
+        float x[kTerms];
+        float y[kTerms];
+        load(x, dout.row(b, t, h, HS) + column);
+        load(y, out.row(b, t, h, HS) + column);
         for (int i = 0; i < kTerms; i++)
-            sum = fmaf(x_regs[i], y_regs[i], sum);
+            sum = fmaf(x[i], y[i], sum);
     }
     float total = 0.f;
     for (int lane = 0; lane < kLanes; lane++)
@@ -387,249 +464,241 @@ __global__ void D_kernel(float* D, HeadsView<const float> dout, HeadsView<const 
         D[(b * NH + h) * Tq + t] = total;
 }
 
-// Runs before a backward to which nobody gave lse_rest. It finds what lse lost when it was rounded
-// to fp32, in units of log 2. At |lse| = 128 that is up to 2^-17 of all P of a row, 30 times
-// naive's error. A row's P must add up to 1, so log Σ P is what is missing. Tiles without a large
-// lse only write zeros, and in ordinary training no tile has one. Calls with few queries are the
-// exception, because there the errors of few rows may all point one way.
+// Finds what lse lost when it was rounded to fp32, in units of log 2, for a backward to which
+// nobody gave lse_rest. At |lse| = 128 that is up to 2^-17 of all P of a row, 30 times naive's
+// error. A row's P must add up to 1, so log Σ P is what is missing.
+//
+// Tiles without a large lse only write zeros, and in ordinary training no tile has one. Calls with
+// few queries are the exception, because there the errors of few rows may all point one way.
 constexpr float kLargeLse = 16;
 
 template <class Tile>
-__global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    lse_rest_kernel(const __grid_constant__ ForwardArgs args) {
     constexpr int HS = Tile::HS;
     constexpr int Br = Tile::Br;
     constexpr int Bc = Tile::Bc;
     constexpr int kRow = Tile::kRow;
-    constexpr int M = Br / kWarps / kLaneRows;
-    constexpr int N = Bc / kLaneCols;
-    extern __shared__ float4 smem[];
-    float* q_smem = reinterpret_cast<float*>(smem);  // (Br, HS), scaled
-    float* k_smem = q_smem + Br * kRow;              // (Bc, HS)
+    constexpr int ThreadRows = Tile::ThreadRows;
+    constexpr int ThreadCols = Tile::ThreadCols;
+    extern __shared__ float4 dynamic_smem[];
+    auto& smem = *reinterpret_cast<ForwardSharedMemory<Tile>*>(dynamic_smem);
 
-    const int b = blockIdx.x / args.NH;
-    const int h = blockIdx.x % args.NH;
-    const int q0 = (gridDim.y - 1 - blockIdx.y) * Br;
-    // this thread's first
+    const WorkTile w = query_tile(args.NH);
+    const int q0 = w.tile * Br;
+    // this thread's first row and column in the tile
     const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row();
     const int col = lane_col();
-    float lse[M];
-    float sum[M] = {};
+
+    float lse[ThreadRows];
+    float sum[ThreadRows] = {};
     bool large = args.Tq < args.Tk;
-    for (int i = 0; i < M; i++) {
+    for (int i = 0; i < ThreadRows; i++) {
         const int t = q0 + row + i * kLaneRows;
-        lse[i] = t < args.Tq ? args.lse.ptr[blockIdx.x * args.lse.head_stride + t] : 0.f;
+        lse[i] = t < args.Tq ? w.stats(args.lse)[t] : 0.f;
         large |= fabsf(lse[i]) > kLargeLse;
     }
     large = __syncthreads_or(large);
+
     if (large) {
         const int q_end = min(q0 + Br, args.Tq);
-        const int kv_end = min(args.Tk, q_end + args.shift);
-        float4 q_stage[kStage<Br, HS>];
-        fetch<Br, HS>(q_stage,
-                      args.q.ptr + b * args.q.batch_stride + q0 * args.q.token_stride + h * HS,
-                      args.q.token_stride, q_end - q0);
-        store<Br, HS>(q_smem, q_stage, args.scale);
-        for (int kv0 = 0; kv0 < kv_end; kv0 += Bc) {
-            float4 k_stage[kStage<Bc, HS>];
-            fetch<Bc, HS>(k_stage,
-                          args.k.ptr + b * args.k.batch_stride + kv0 * args.k.token_stride + h * HS,
-                          args.k.token_stride, kv_end - kv0);
+        const int k_end = min(args.Tk, q_end + args.shift);
+        StagingRegisters<Br, HS> q_stage;
+        load_tile<Br, HS>(q_stage, args.q.row(w.b, q0, w.h, HS), args.q.token_stride, q_end - q0);
+        stage_tile<Br, HS>(smem.q, q_stage, args.scale);
+        for (int k0 = 0; k0 < k_end; k0 += Bc) {
+            StagingRegisters<Bc, HS> k_stage;
+            load_tile<Bc, HS>(k_stage, args.k.row(w.b, k0, w.h, HS), args.k.token_stride,
+                              k_end - k0);
             __syncthreads();  // everyone is done with the last tile
-            store<Bc, HS>(k_smem, k_stage);
-            __syncthreads();
-            float s_regs[M][N] = {};
-            matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, k_smem + col * kRow, kRow);
-            for (int i = 0; i < M; i++)
-                for (int j = 0; j < N; j++) {
-                    const int key = kv0 + col + j * kLaneCols;
-                    const bool seen = key < args.Tk && key <= q0 + row + i * kLaneRows + args.shift;
-                    sum[i] += seen ? exp2_approx((s_regs[i][j] - lse[i]) * kLog2e) : 0.f;
+            stage_tile<Bc, HS>(smem.kv, k_stage);
+            __syncthreads();  // the tile is there
+
+            float s[ThreadRows][ThreadCols] = {};
+            multiply_abt<HS>(s, smem.q[row], kRow, smem.kv[col], kRow);
+            for (int i = 0; i < ThreadRows; i++)
+                for (int j = 0; j < ThreadCols; j++) {
+                    const int key = k0 + col + j * kLaneCols;
+                    const bool visible =
+                        key < args.Tk && key <= q0 + row + i * kLaneRows + args.shift;
+                    sum[i] += visible ? exp2_approx((s[i][j] - lse[i]) * kLog2e) : 0.f;
                 }
         }
     }
-    for (int i = 0; i < M; i++) {
+
+    for (int i = 0; i < ThreadRows; i++) {
         const int t = q0 + row + i * kLaneRows;
         const float total = row_sum(sum[i]);
         if (col == 0 && t < args.Tq)
-            args.lse_rest.ptr[blockIdx.x * args.lse_rest.head_stride + t] =
-                large ? log2f(total) : 0.f;
+            w.stats(args.lse_rest)[t] = large ? log2f(total) : 0.f;
     }
 }
 
 struct BackwardArgs {
-    HeadsView<const float> q, k, v, dout;
-    HeadsView<float> dq, dk, dv;
-    RowStatsView<const float> lse, lse_rest;
+    HeadsView<const float> q;
+    HeadsView<const float> k;
+    HeadsView<const float> v;
+    HeadsView<const float> dout;
+    HeadsView<float> dq;
+    HeadsView<float> dk;
+    HeadsView<float> dv;
+    RowStatsView<const float> lse;
+    RowStatsView<const float> lse_rest;
     float rest_log2;       // lse_rest times this is in units of log 2
-    const float* D;        // (B,NH,Tq)
+    const float* D;        // (B, NH, Tq)
     int* ticket;           // the next block's number
     int* key_tiles_added;  // (B·NH, query tiles), how many key tiles are in dq
-    int Tq, Tk, NH, heads;
-    int shift;  // query i sees the keys j ≤ i + shift
+    int Tq;
+    int Tk;
+    int NH;
+    int heads;
+    int shift;  // query i sees keys j ≤ i + shift
     float scale;
 };
 
-// Writes x·factor, or adds it to what is there.
-__device__ void put4(float* to, const float* x, bool add = false, float factor = 1.f) {
-    float4 sum{x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
-    if (add) {
-        // bypasses L1, which does not see other SMs' writes
-        const float4 old = __ldcg(reinterpret_cast<float4*>(to));
-        sum.x += old.x;
-        sum.y += old.y;
-        sum.z += old.z;
-        sum.w += old.w;
-    }
-    *reinterpret_cast<float4*>(to) = sum;
+// Tiles of keys. A block waits for its predecessor in its head, so blocks number themselves in the
+// order in which they start. Key tile j of all heads comes before j + 1, so the longest come first.
+__device__ WorkTile key_tile(const BackwardArgs& args) {
+    __shared__ int ticket_smem;
+    if (threadIdx.x == 0)
+        ticket_smem = atomicAdd(args.ticket, 1);
+    __syncthreads();
+    const int bh = ticket_smem % args.heads;
+    const int tile = ticket_smem / args.heads;
+    return {.tile = tile, .bh = bh, .b = bh / args.NH, .h = bh % args.NH};
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_kernel(const __grid_constant__ BackwardArgs args) {
     constexpr int HS = Tile::HS;
     constexpr int Br = Tile::Br;
     constexpr int Bc = Tile::Bc;
     constexpr int kRow = Tile::kRow;
     constexpr int kPRow = Tile::kPRow;
-    constexpr int M = Br / kWarps / kLaneRows;
-    constexpr int N = Bc / kLaneCols;  // S, dP: rows are queries
-    constexpr int Mk = Bc / kWarps / kLaneRows;
-    constexpr int kOut = HS / kLaneCols;  // dK, dV: rows are keys
-    extern __shared__ float4 smem[];
-    float* k_smem = reinterpret_cast<float*>(smem);  // (Bc, HS)
-    float* v_smem = k_smem + Bc * kRow;              // (Bc, HS)
-    float* q_smem = v_smem + Bc * kRow;              // (Br, HS), scaled
-    float* do_smem = q_smem + Br * kRow;             // (Br, HS)
-    float* p_smem = do_smem + Br * kRow;             // (Br, Bc), P and dS in turn
-    __shared__ int ticket_smem;
+    constexpr int ThreadRows = Tile::ThreadRows;
+    constexpr int ThreadKeys = Tile::ThreadKeys;
+    constexpr int ThreadCols = Tile::ThreadCols;
+    constexpr int ThreadOut = Tile::ThreadOut;
+    extern __shared__ float4 dynamic_smem[];
+    auto& smem = *reinterpret_cast<BackwardSharedMemory<Tile>*>(dynamic_smem);
 
-    // A block waits for its predecessor in its head, so blocks number themselves in the order in
-    // which they start. Key tile j of all heads comes before j + 1, so the longest come first.
-    if (threadIdx.x == 0)
-        ticket_smem = atomicAdd(args.ticket, 1);
-    __syncthreads();
-    const int bh = ticket_smem % args.heads;
-    const int key_tile = ticket_smem / args.heads;
-    const int kv0 = key_tile * Bc;
-    const int b = bh / args.NH;
-    const int h = bh % args.NH;
+    const WorkTile w = key_tile(args);
+    const int k0 = w.tile * Bc;
+    const int keys = min(Bc, args.Tk - k0);
     const int warp = threadIdx.x / 32;
     const int col = lane_col();
-    const int row = warp * (Br / kWarps) + lane_row();       // this thread's first query
-    const int key = warp * (Bc / kWarps) + Mk * lane_row();  // and key, in dK and dV
+    const int row = warp * (Br / kWarps) + lane_row();               // this thread's first query
+    const int key = warp * (Bc / kWarps) + ThreadKeys * lane_row();  // and key, in dK and dV
 
-    const int query_tiles = (args.Tq + Br - 1) / Br;
+    const int query_tiles = ceil_div<Br>(args.Tq);
     // the first that sees a key of this tile
-    const int first_query_tile = max(0, kv0 - args.shift) / Br;
+    const int first_query_tile = max(0, k0 - args.shift) / Br;
 
-    const int keys = min(Bc, args.Tk - kv0);
     {
-        float4 k_stage[kStage<Bc, HS>];
-        float4 v_stage[kStage<Bc, HS>];
-        fetch<Bc, HS>(k_stage,
-                      args.k.ptr + b * args.k.batch_stride + kv0 * args.k.token_stride + h * HS,
-                      args.k.token_stride, keys);
-        fetch<Bc, HS>(v_stage,
-                      args.v.ptr + b * args.v.batch_stride + kv0 * args.v.token_stride + h * HS,
-                      args.v.token_stride, keys);
-        store<Bc, HS>(k_smem, k_stage);
-        store<Bc, HS>(v_smem, v_stage);
+        StagingRegisters<Bc, HS> k_stage;
+        StagingRegisters<Bc, HS> v_stage;
+        load_tile<Bc, HS>(k_stage, args.k.row(w.b, k0, w.h, HS), args.k.token_stride, keys);
+        load_tile<Bc, HS>(v_stage, args.v.row(w.b, k0, w.h, HS), args.v.token_stride, keys);
+        stage_tile<Bc, HS>(smem.k, k_stage);
+        stage_tile<Bc, HS>(smem.v, v_stage);
     }
     const auto load_queries = [&](int tile) {
         const int q0 = tile * Br;
-        float4 q_stage[kStage<Br, HS>];
-        float4 do_stage[kStage<Br, HS>];
-        fetch<Br, HS>(q_stage,
-                      args.q.ptr + b * args.q.batch_stride + q0 * args.q.token_stride + h * HS,
-                      args.q.token_stride, args.Tq - q0);
-        fetch<Br, HS>(
-            do_stage,
-            args.dout.ptr + b * args.dout.batch_stride + q0 * args.dout.token_stride + h * HS,
-            args.dout.token_stride, args.Tq - q0);
-        store<Br, HS>(q_smem, q_stage, args.scale);
-        store<Br, HS>(do_smem, do_stage);
+        StagingRegisters<Br, HS> q_stage;
+        StagingRegisters<Br, HS> do_stage;
+        load_tile<Br, HS>(q_stage, args.q.row(w.b, q0, w.h, HS), args.q.token_stride, args.Tq - q0);
+        load_tile<Br, HS>(do_stage, args.dout.row(w.b, q0, w.h, HS), args.dout.token_stride,
+                          args.Tq - q0);
+        stage_tile<Br, HS>(smem.q, q_stage, args.scale);
+        stage_tile<Br, HS>(smem.dout, do_stage);
     };
     load_queries(query_tiles - 1);
     __syncthreads();
 
     // Goes from the last query tile back, so that all key tiles meet it first. They wait for one
     // another once, at the start, and follow at a distance.
-    float dk_regs[Mk][kOut] = {};
-    float dv_regs[Mk][kOut] = {};
+    float dk[ThreadKeys][ThreadOut] = {};
+    float dv[ThreadKeys][ThreadOut] = {};
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
         const int q0 = tile * Br;
-        float lse[M];
-        float rest[M];
-        float D[M];
-        for (int i = 0; i < M; i++) {
+        float lse[ThreadRows];
+        float rest[ThreadRows];
+        float D[ThreadRows];
+        for (int i = 0; i < ThreadRows; i++) {
             const int t = q0 + row + i * kLaneRows;
             // a row past Tq has P = 0
-            lse[i] = t < args.Tq ? args.lse.ptr[bh * args.lse.head_stride + t] : INFINITY;
-            rest[i] = t < args.Tq
-                          ? args.lse_rest.ptr[bh * args.lse_rest.head_stride + t] * args.rest_log2
-                          : 0.f;
-            D[i] = t < args.Tq ? args.D[static_cast<size_t>(bh) * args.Tq + t] : 0.f;
+            lse[i] = t < args.Tq ? w.stats(args.lse)[t] : INFINITY;
+            rest[i] = t < args.Tq ? w.stats(args.lse_rest)[t] * args.rest_log2 : 0.f;
+            D[i] = t < args.Tq ? args.D[static_cast<size_t>(w.bh) * args.Tq + t] : 0.f;
         }
 
-        float* p_own = p_smem + row * kPRow + col;  // this thread's elements of P, then of dS
+        // P, at this thread's elements
+        float* p_own = &smem.p[row][col];
         {
-            float s_regs[M][N] = {};
-            matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, k_smem + col * kRow, kRow);
+            float s[ThreadRows][ThreadCols] = {};
+            multiply_abt<HS>(s, smem.q[row], kRow, smem.k[col], kRow);
             // the diagonal, and the last keys
-            const bool masked = kv0 + Bc > min(args.Tk, q0 + args.shift + 1);
-            for (int i = 0; i < M; i++)
-                for (int j = 0; j < N; j++) {
+            const bool masked = k0 + Bc > min(args.Tk, q0 + args.shift + 1);
+            for (int i = 0; i < ThreadRows; i++)
+                for (int j = 0; j < ThreadCols; j++) {
                     const int c = col + j * kLaneCols;
-                    float p = exp2_approx(fmaf(s_regs[i][j] - lse[i], kLog2e, -rest[i]));
-                    if (masked && (c >= keys || kv0 + c > q0 + row + i * kLaneRows + args.shift))
+                    float p = exp2_approx(fmaf(s[i][j] - lse[i], kLog2e, -rest[i]));
+                    if (masked && (c >= keys || k0 + c > q0 + row + i * kLaneRows + args.shift))
                         p = 0.f;
                     p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
                 }
         }
+
         // dP is summed kTerms terms at a time, which halves its rounding error. If P is close to 1,
         // dP − D cancels and dS is that error. D_kernel adds in the same order, so at P = 1 they
         // cancel exactly.
-        float ds_regs[M][N] = {};
+        float ds[ThreadRows][ThreadCols] = {};
 #pragma unroll 1
-        for (int k = 0; k < HS; k += kTerms) {
-            float sum[M][N] = {};
-            matmul_nt<kTerms>(sum, do_smem + row * kRow + k, kRow, v_smem + col * kRow + k, kRow);
-            for (int i = 0; i < M; i++)
-                for (int j = 0; j < N; j++)
-                    ds_regs[i][j] += sum[i][j];
+        for (int d = 0; d < HS; d += kTerms) {
+            float sum[ThreadRows][ThreadCols] = {};
+            multiply_abt<kTerms>(sum, &smem.dout[row][d], kRow, &smem.v[col][d], kRow);
+            for (int i = 0; i < ThreadRows; i++)
+                for (int j = 0; j < ThreadCols; j++)
+                    ds[i][j] += sum[i][j];
         }
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++)
-                ds_regs[i][j] =
-                    p_own[i * kLaneRows * kPRow + j * kLaneCols] * (ds_regs[i][j] - D[i]);
+        for (int i = 0; i < ThreadRows; i++)
+            for (int j = 0; j < ThreadCols; j++)
+                ds[i][j] = p_own[i * kLaneRows * kPRow + j * kLaneCols] * (ds[i][j] - D[i]);
+
+        // dV, dK and this tile's dQ
         __syncthreads();  // P is there
-        matmul_tn<Br>(dv_regs, p_smem + key, kPRow, do_smem + 4 * col, kRow);
+        add_atb<Br>(dv, &smem.p[0][key], kPRow, &smem.dout[0][4 * col], kRow);
         __syncthreads();  // everyone is done with P
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++)
-                p_own[i * kLaneRows * kPRow + j * kLaneCols] = ds_regs[i][j];
+        for (int i = 0; i < ThreadRows; i++)
+            for (int j = 0; j < ThreadCols; j++)
+                p_own[i * kLaneRows * kPRow + j * kLaneCols] = ds[i][j];
         __syncthreads();  // dS is there
-        matmul_tn<Br>(dk_regs, p_smem + key, kPRow, q_smem + 4 * col, kRow);
-        float dq_regs[M][kOut] = {};
-        matmul_nn<Bc>(dq_regs, p_smem + row * kPRow, kPRow, k_smem + 4 * col, kRow);
+        add_atb<Br>(dk, &smem.p[0][key], kPRow, &smem.q[0][4 * col], kRow);
+        float dq[ThreadRows][ThreadOut] = {};
+        add_ab<Bc>(dq, smem.p[row], kPRow, &smem.k[0][4 * col], kRow);
 
         // Add into dq when the key tiles before this one have.
-        volatile int* added = args.key_tiles_added + static_cast<size_t>(bh) * query_tiles + tile;
+        volatile int* added = args.key_tiles_added + static_cast<size_t>(w.bh) * query_tiles + tile;
         if (threadIdx.x == 0) {
-            while (*added != key_tile)
+            while (*added != w.tile)
                 __nanosleep(50);
             // what the predecessor wrote before it raised the counter is visible now
             __threadfence();
         }
         // the predecessor's dq is visible to all, and everyone is done with Q and dS
         __syncthreads();
-        for (int i = 0; i < M; i++) {
+        for (int i = 0; i < ThreadRows; i++) {
             const int t = q0 + row + i * kLaneRows;
             if (t >= args.Tq)
                 continue;
-            float* dq = args.dq.ptr + b * args.dq.batch_stride + t * args.dq.token_stride + h * HS +
-                        4 * col;
-            for (int n = 0; n < kOut / 4; n++)
-                put4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], key_tile > 0, args.scale);
+            float* to = row_from<HS>(args.dq, w, t, col);
+            for (int n = 0; n < ThreadOut / 4; n++) {
+                if (w.tile == 0)
+                    store4(to + n * 4 * kLaneCols, &dq[i][4 * n], args.scale);
+                else
+                    add4(to + n * 4 * kLaneCols, &dq[i][4 * n], args.scale);
+            }
         }
         if (tile > first_query_tile)
             load_queries(tile - 1);
@@ -637,29 +706,25 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         if (threadIdx.x == 0) {
             // one serves the block, because the barrier orders all its writes before it
             __threadfence();
-            *added = key_tile + 1;
+            *added = w.tile + 1;
         }
     }
 
-    for (int i = 0; i < Mk; i++) {
+    for (int i = 0; i < ThreadKeys; i++) {
         if (key + i >= keys)
             continue;
-        const size_t t = kv0 + key + i;
-        float* dk =
-            args.dk.ptr + b * args.dk.batch_stride + t * args.dk.token_stride + h * HS + 4 * col;
-        float* dv =
-            args.dv.ptr + b * args.dv.batch_stride + t * args.dv.token_stride + h * HS + 4 * col;
-        for (int n = 0; n < kOut / 4; n++) {
-            put4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n]);
-            put4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n]);
+        const int t = k0 + key + i;
+        float* to_dk = row_from<HS>(args.dk, w, t, col);
+        float* to_dv = row_from<HS>(args.dv, w, t, col);
+        for (int n = 0; n < ThreadOut / 4; n++) {
+            store4(to_dk + n * 4 * kLaneCols, &dk[i][4 * n]);
+            store4(to_dv + n * 4 * kLaneCols, &dv[i][4 * n]);
         }
     }
 }
 
 // -------------------------------------------------------------------------------------------------
 // Launchers
-
-constexpr char kName[] = "flash_fp32";
 
 // Fills what the kernels' arguments have in common.
 template <class Args, class Call>
@@ -669,8 +734,7 @@ Args common_args(const Call& c) {
         static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
         throw Error(
             format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, "
-                   "B·NH·T ≤ 2^36); "
-                   "split the batch or the sequence",
+                   "B·NH·T ≤ 2^36): split the batch or the sequence",
                    kName, s.B, s.Tq, s.Tk, s.NH));
     Args args{};
     args.q = c.q;
@@ -684,10 +748,10 @@ Args common_args(const Call& c) {
     return args;
 }
 
-// Launches the kernel if a block may have so many floats of shared memory, besides an int.
-template <class Args>
-bool launch(const Cuda& dev, void (*kernel)(Args), const Args& args, dim3 blocks, int floats) {
-    const int smem = floats * static_cast<int>(sizeof(float));
+// Launches the kernel, unless a block may not have this much shared memory and an int.
+template <class SharedMemory, class Args>
+bool launch(const Cuda& dev, void (*kernel)(Args), const Args& args, dim3 blocks) {
+    const int smem = sizeof(SharedMemory);
     if (smem + static_cast<int>(sizeof(int)) > dev.block_smem)
         return false;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
@@ -695,53 +759,80 @@ bool launch(const Cuda& dev, void (*kernel)(Args), const Args& args, dim3 blocks
     LAUNCH_CHECK(kName);
     return true;
 }
-void throw_no_tile(const Cuda& dev) {
-    throw Error(format(
-        "%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles need; "
-        "use naive attention",
-        kName, dev.name.c_str()));
+
+void check_launched(const Cuda& dev, bool launched) {
+    if (!launched)
+        throw Error(format(
+            "%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles "
+            "need; use naive attention",
+            kName, dev.name.c_str()));
 }
 
-// Launches forward_kernel, or lse_rest_kernel, with the largest tiles that fit.
+// Calls launch(Tiles) with the largest tiles that fit.
+template <class Launch>
+void launch_forward(const Cuda& dev, int HS, Launch launch) {
+    check_launched(dev, HS == 64 ? launch(Forward64{}) || launch(ForwardSmall64{})
+                                 : launch(Forward128{}) || launch(ForwardSmall128{}));
+}
+template <class Launch>
+void launch_backward(const Cuda& dev, int HS, Launch launch) {
+    check_launched(dev, HS == 64 ? launch(Backward64{}) || launch(BackwardSmall64{})
+                                 : launch(Backward128{}) || launch(BackwardSmall128{}));
+}
+
+// A block for each tile of queries.
 template <class Tile>
-bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B, bool rest) {
-    const auto kernel = rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
-    return launch(dev, kernel, args, dim3(B * args.NH, ceil_div(args.Tq, Tile::Br)),
-                  Tile::forward_floats());
+dim3 query_blocks(const AttentionShape& s) {
+    return dim3(s.B * s.NH, ceil_div(s.Tq, Tile::Br));
 }
-void launch_forward(const Cuda& dev, const ForwardArgs& args, const AttentionShape& s, bool rest) {
-    const bool launched = s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B, rest) ||
-                                           launch_forward<ForwardSmall64>(dev, args, s.B, rest)
-                                     : launch_forward<Forward128>(dev, args, s.B, rest) ||
-                                           launch_forward<ForwardSmall128>(dev, args, s.B, rest);
-    if (!launched)
-        throw_no_tile(dev);
-}
+
 void forward(const Cuda& dev, const AttentionForward<float>& c) {
     auto args = common_args<ForwardArgs>(c);
     args.out = c.out;
     args.lse = c.lse;
     args.lse_rest = c.lse_rest;
-    launch_forward(dev, args, c.s, false);
+    launch_forward(dev, c.s.HS, [&]<class Tile>(Tile) {
+        return launch<ForwardSharedMemory<Tile>>(dev, forward_kernel<Tile>, args,
+                                                 query_blocks<Tile>(c.s));
+    });
 }
 
-template <class Tile>
-bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
-    return launch(dev, backward_kernel<Tile>, args, args.heads * ceil_div(args.Tk, Tile::Bc),
-                  Tile::backward_floats());
-}
-// Scratch holds D and lse_rest, then the counters. These are the ticket, and one for each query
-// tile of at least 16 rows of each head.
+// Scratch holds D and lse_rest, then the counters: the ticket, and one for each query tile of at
+// least 16 rows of each head.
 size_t counter_bytes(const AttentionShape& s) {
     return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, 16)) * sizeof(int);
 }
 size_t scratch_bytes(const AttentionShape& s) {
     return counter_bytes(s) + 2 * s.rows() * sizeof(float);
 }
+
+void find_D(const Cuda& dev, const AttentionBackward<float>& c, float* D) {
+    const AttentionShape& s = c.s;
+    const size_t blocks = (s.rows() * s.HS / kTerms + kThreads - 1) / kThreads;
+    if (blocks > INT_MAX)
+        throw Error(format("%s: %zu rows are too many: use a smaller batch", kName, s.rows()));
+    const auto kernel = s.HS == 64 ? D_kernel<64> : D_kernel<128>;
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, dev.stream>>>(D, c.dout, c.out, s.Tq, s.NH,
+                                                                       s.rows());
+    LAUNCH_CHECK("flash_fp32 D_kernel");
+}
+
+void find_lse_rest(const Cuda& dev, const AttentionBackward<float>& c,
+                   const RowStatsView<float>& lse_rest) {
+    auto args = common_args<ForwardArgs>(c);
+    args.lse = {const_cast<float*>(c.lse.ptr), c.lse.head_stride};
+    args.lse_rest = lse_rest;
+    launch_forward(dev, c.s.HS, [&]<class Tile>(Tile) {
+        return launch<ForwardSharedMemory<Tile>>(dev, lse_rest_kernel<Tile>, args,
+                                                 query_blocks<Tile>(c.s));
+    });
+}
+
 void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     const AttentionShape& s = c.s;
     float* D = static_cast<float*>(c.scratch);
-    float* rest = D + s.rows();
+    const RowStatsView<float> rest{D + s.rows(), static_cast<size_t>(s.Tq)};
+
     auto args = common_args<BackwardArgs>(c);
     args.heads = s.B * s.NH;
     args.dout = c.dout;
@@ -750,32 +841,23 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     args.dq = c.dq;
     args.dk = c.dk;
     args.dv = c.dv;
-    args.ticket = reinterpret_cast<int*>(rest + s.rows());
+    args.ticket = reinterpret_cast<int*>(rest.ptr + s.rows());
     args.key_tiles_added = args.ticket + 1;
     dev.zero(args.ticket, counter_bytes(s));
 
-    const size_t blocks = (s.rows() * s.HS / kTerms + kThreads - 1) / kThreads;
-    if (blocks > INT_MAX)
-        throw Error(format("%s: %zu rows are too many: use a smaller batch", kName, s.rows()));
-    const auto D_of_rows = s.HS == 64 ? D_kernel<64> : D_kernel<128>;
-    D_of_rows<<<static_cast<unsigned>(blocks), kThreads, 0, dev.stream>>>(D, c.dout, c.out, s.Tq,
-                                                                          s.NH, s.rows());
-    LAUNCH_CHECK("flash_fp32 D_kernel");
+    find_D(dev, c, D);
     if (c.lse_rest.ptr) {
         args.lse_rest = c.lse_rest;
         args.rest_log2 = kLog2e;
     } else {
-        auto find_rest = common_args<ForwardArgs>(c);
-        find_rest.lse = {const_cast<float*>(c.lse.ptr), c.lse.head_stride};
-        find_rest.lse_rest = {rest, static_cast<size_t>(s.Tq)};
-        launch_forward(dev, find_rest, s, true);
-        args.lse_rest = {rest, static_cast<size_t>(s.Tq)}, args.rest_log2 = 1.f;
+        find_lse_rest(dev, c, rest);
+        args.lse_rest = {rest.ptr, rest.head_stride};
+        args.rest_log2 = 1.f;
     }
-    if (!(s.HS == 64 ? launch_backward<Backward64>(dev, args) ||
-                           launch_backward<BackwardSmall64>(dev, args)
-                     : launch_backward<Backward128>(dev, args) ||
-                           launch_backward<BackwardSmall128>(dev, args)))
-        throw_no_tile(dev);
+    launch_backward(dev, s.HS, [&]<class Tile>(Tile) {
+        return launch<BackwardSharedMemory<Tile>>(dev, backward_kernel<Tile>, args,
+                                                  args.heads * ceil_div(s.Tk, Tile::Bc));
+    });
 }
 
 }  // namespace
