@@ -36,6 +36,7 @@
 // Scratch: LseD (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <cmath>
+#include <cstddef>
 
 #include "attention/mma_bf16.cuh"
 
@@ -46,50 +47,72 @@
 
 namespace {
 
-// -------------------------------------------------------------------------------------------------
-// Tiles. A warp owns M MMA tiles of 16 rows. It takes kSub rows of the streamed operand at a time
-// out of a stage of Br or Bc. Registers decide the sizes. Two blocks of 128 threads on an SM leave
-// 255 a thread, and the accumulators take up to
-// 192. Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
+constexpr char kName[] = "flash_bf16";
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps, kSub = 32;
+// -------------------------------------------------------------------------------------------------
+// Tiles. A warp owns WarpTiles MMA tiles of 16 rows. Of a stage of Br or Bc rows of the streamed
+// operand it works on kSub at a time. Registers decide the sizes: two blocks of 128 threads on an
+// SM leave 255 a thread, and the accumulators take up to 192. Shared memory stays under the 99 KB
+// that a block may have on sm_86, sm_89 and sm_120.
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kSub = 32;
 
 template <int HS>
 struct ForwardTiles {
-    static constexpr int M = 2, Br = kWarps * M * 16;
+    static constexpr int WarpTiles = 2;
+    static constexpr int Br = kWarps * WarpTiles * 16;
     // A step takes a whole stage. O and S take 64 registers each at HS 64, and 128 and 32 at HS
     // 128.
     static constexpr int Bc = HS == 64 ? 64 : 32;
     // else its fragments are fetched again for every tile of keys
     static constexpr bool QInRegisters = HS == 64;
-    static constexpr int Smem = (Br + 4 * Bc) * HS * 2;  // Q, 2 stages of K and V (48 KB, 64 KB)
+
+    struct SharedMemory {  // 48 KB, 64 KB
+        bf16 q[Br * HS];
+        bf16 k[2][Bc * HS];  // two stages
+        bf16 v[2][Bc * HS];
+    };
 };
 
 template <int HS>
 struct DqTiles {
-    static constexpr int M = 2, Br = kWarps * M * 16;  // S and dP take 32 registers each
+    static constexpr int WarpTiles = 2;  // S and dP take 32 registers each
+    static constexpr int Br = kWarps * WarpTiles * 16;
     // as large as fits, because each stage costs a barrier
     static constexpr int Bc = HS == 64 ? 128 : 32;
     static constexpr bool QInRegisters = HS == 64;  // and dO
-    // Q, dO, 2 stages of K and V, lse and D (97 KB)
-    static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;
+
+    struct SharedMemory {  // 97 KB
+        bf16 q[Br * HS];
+        bf16 dout[Br * HS];
+        bf16 k[2][Bc * HS];
+        bf16 v[2][Bc * HS];
+        LseD lse_D[Br];
+    };
 };
 
 template <int HS>
 struct DkdvTiles {
-    // dK and dV take 128 registers
-    static constexpr int M = HS == 64 ? 2 : 1, Bc = kWarps * M * 16;
-    // Sᵀ and dPᵀ take 16·M registers each
-    static constexpr int Br = HS == 64 ? 128 : 32;
-    // K, V, 2 stages of Q, dO and lse and D (98 KB, 65 KB)
-    static constexpr int Smem = (2 * Bc + 4 * Br) * HS * 2 + 2 * Br * 8;
+    static constexpr int WarpTiles = HS == 64 ? 2 : 1;  // dK and dV take 128 registers
+    static constexpr int Bc = kWarps * WarpTiles * 16;
+    static constexpr int Br = HS == 64 ? 128 : 32;  // Sᵀ and dPᵀ take 16·WarpTiles registers each
+
+    struct SharedMemory {  // 98 KB, 65 KB
+        bf16 k[Bc * HS];
+        bf16 v[Bc * HS];
+        bf16 q[2][Br * HS];
+        bf16 dout[2][Br * HS];
+        LseDPair lse_D[2 * Br / 2];
+    };
 };
 
 // -------------------------------------------------------------------------------------------------
-// Forward
+// Softmax
 
-// What query `row` sees of the keys from k0 on, as an end for this lane's even columns of an
-// accumulator.
+// How many of the tile's keys, from k0 on, query `row` sees, counted from this lane's first column
+// of an accumulator.
 __device__ __forceinline__ int visible_columns(const Problem<bf16>& p, int row, int k0) {
     return min(p.Tk, row + p.shift + 1) - k0 - threadIdx.x % 4 * 2;
 }
@@ -103,12 +126,13 @@ struct Softmax {
 
     __device__ __forceinline__ Softmax() {
         for (int i = 0; i < M; i++)
-            m[i][0] = m[i][1] = -INFINITY;
+            for (int r = 0; r < 2; r++)
+                m[i][r] = -INFINITY;
     }
 
-    // m keeps the exponentials in range and need not be the maximum. O and l are rescaled only when
-    // some row of the warp outgrew it by more than 2^8, which hardly ever happens after the first
-    // tile.
+    // m keeps the exponentials in range and need not be the maximum. So m, O and l follow the
+    // maximum only when some row of the warp has outgrown m by more than 2^8, which hardly ever
+    // happens after the first tile.
     template <int N, int D>
     __device__ __forceinline__ void raise_max(float scale_log2, const float (&s)[M][N][4],
                                               float (&o)[M][D][4]) {
@@ -123,15 +147,16 @@ struct Softmax {
                 // −inf − −inf is NaN, hence false
                 outgrown |= (m_new[i][r] - m[i][r]) * scale_log2 > 8.f;
             }
+
         if (__any_sync(~0u, outgrown)) {
             for (int i = 0; i < M; i++)
                 for (int r = 0; r < 2; r++) {
                     const float x = m_new[i][r];
-                    const float alpha =
+                    const float rescale =
                         x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * scale_log2);
                     m[i][r] = x;
-                    l[i][r] *= alpha;
-                    scale_row(o, i, r, alpha);
+                    l[i][r] *= rescale;
+                    scale_row(o, i, r, rescale);
                 }
         }
         for (int i = 0; i < M; i++)
@@ -163,33 +188,37 @@ struct Softmax {
     }
 };
 
+// -------------------------------------------------------------------------------------------------
+// Forward
+
 template <int HS, class Y>
-__global__ __launch_bounds__(kThreads, 2) void forward_kernel(
-    const __grid_constant__ ForwardArgs<bf16, Y> args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(const __grid_constant__ ForwardArgs<bf16, Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
-    constexpr int M = Tiles::M;
+    constexpr int M = Tiles::WarpTiles;
     constexpr int TileBytes = Bc * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
+    using SharedMemory = typename Tiles::SharedMemory;
     const uint32_t q_smem = smem_address(smem);
-    const uint32_t k_smem = q_smem + Br * HS * 2;
-    const uint32_t v_smem = k_smem + 2 * TileBytes;
+    const uint32_t k_smem = q_smem + offsetof(SharedMemory, k);
+    const uint32_t v_smem = q_smem + offsetof(SharedMemory, v);
 
     const WorkTile w = work_tile(p, TileOrder::last_to_first);
     const int q0 = w.tile * Br;
-    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int warp_row = threadIdx.x / 32 * 16 * M;  // the warp's first row of the tile
     const int lane = threadIdx.x % 32;
-    const int first_q = q0 + warp_row;
-    const int last_q = first_q + 16 * M - 1;  // the warp's
+    const int warp_q0 = q0 + warp_row;
+    const int last_q = warp_q0 + 16 * M - 1;  // the warp's
     const bf16* q = w.head<HS>(p.q);
     const bf16* k = w.head<HS>(p.k);
     const bf16* v = w.head<HS>(p.v);
-    // the last query sees keys before this
+    // the last query sees the keys before this one
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
-    const int k_tiles = (k_end + Bc - 1) / Bc;
+    const int k_tiles = ceil_div<Bc>(k_end);
 
     auto load_kv = [&](int j) {
         load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, k, p.k.token_stride, j * Bc,
@@ -214,7 +243,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 
     auto step = [&](int j, auto masked) {
         float s[M][Bc / 8][4] = {};
-        const uint32_t k_tile = k_smem + (j & 1) * TileBytes, v_tile = v_smem + (j & 1) * TileBytes;
+        const uint32_t k_tile = k_smem + (j & 1) * TileBytes;
+        const uint32_t v_tile = v_smem + (j & 1) * TileBytes;
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++)
             multiply_abt<HS>(s, q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk), k_tile,
@@ -222,8 +252,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
         if constexpr (decltype(masked)::value) {
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
-                    const int visible =
-                        visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc);
+                    const int row = fragment_row(warp_q0 + 16 * i, e, lane);
+                    const int visible = visible_columns(p, row, j * Bc);
                     for (int n = 0; n < Bc / 8; n++)
                         if (8 * n + e % 2 >= visible)
                             s[i][n][e] = -INFINITY;
@@ -231,7 +261,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
         }
         softmax.raise_max(p.scale_log2, s, o);
         // [quote]
-        // a k-step's MMAs of P·V run beside the next one's exponentials
+        // a k-step's MMAs of P·V overlap the next one's exponentials
         for (int kk = 0; kk < Bc / 16; kk++) {
             softmax.exponentials(p.scale_log2, s, kk);
             uint32_t a[M][4];
@@ -248,10 +278,11 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
         if (j > 0)
             load_kv(j - 1);
         cp_async_commit();
+
         const int k0 = j * Bc;
         if (k0 > last_q + p.shift)
             continue;
-        if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q + p.shift)
+        if (k0 + Bc > p.Tk || k0 + Bc - 1 > warp_q0 + p.shift)
             step(j, std::true_type{});
         else
             step(j, std::false_type{});
@@ -264,9 +295,9 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     // after out: with lse first the compiler makes the loop above 2 % slower
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
-            const int row = first_q + lane / 4 + 16 * i + 8 * r;
+            const int row = warp_q0 + lane / 4 + 16 * i + 8 * r;
             if (lane % 4 == 0 && row < p.Tq)
-                args.lse.ptr[w.bh * args.lse.head_stride + row] = lse[i][r];
+                w.stats(args.lse)[row] = lse[i][r];
         }
 #endif
 }
@@ -277,34 +308,39 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 template <class Y>
 struct BackwardArgs {
     Problem<bf16> p;
-    HeadsView<const bf16> dout, out;
+    HeadsView<const bf16> dout;
+    HeadsView<const bf16> out;
     RowStatsView<const float> lse;
     LseD* lse_D;  // (B, NH, Tq)
-    HeadsView<Y> dq, dk, dv;
+    HeadsView<Y> dq;
+    HeadsView<Y> dk;
+    HeadsView<Y> dv;
 };
 
 // Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to
 // args.lse_D. HS/8 lanes share a row of dO and O, 8 elements each. Rows past Tq get lse = +inf, so
 // that their P is 0.
 template <int HS, int M, class Args>
-__device__ __forceinline__ void make_lse_D(const Args& args, const WorkTile& w, const bf16* dout,
+__device__ __forceinline__ void find_lse_D(const Args& args, const WorkTile& w, const bf16* dout,
                                            LseD* lse_D_smem, int q0, int warp_row) {
-    constexpr int Pieces = HS / 8;
+    constexpr int Pieces = HS / 8;  // of 16 bytes in a row, one a lane
     constexpr int RowsAtOnce = 32 / Pieces;
     constexpr int N = 16 * M / RowsAtOnce;
     const Problem<bf16>& p = args.p;
     const int lane = threadIdx.x % 32;
-    const int row = warp_row + lane % (16 * M);
+    const int row = warp_row + lane % (16 * M);  // whose lse this lane loads
     const int t = q0 + row;
-    const float lse = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head_stride + t] * kLog2e : INFINITY;
+    const float lse_log2 = t < p.Tq ? w.stats(args.lse)[t] * kLog2e : INFINITY;
     const bf16* out = w.head<HS>(args.out);
+
     uint4 x[N];
     uint4 y[N];  // all loads come before the first sum, so that their latency is paid once
     for (int i = 0; i < N; i++) {
-        const size_t t = min(q0 + warp_row + i * RowsAtOnce + lane / Pieces, p.Tq - 1);
-        x[i] =
-            *reinterpret_cast<const uint4*>(dout + t * args.dout.token_stride + lane % Pieces * 8);
-        y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token_stride + lane % Pieces * 8);
+        const int row_of_load = q0 + warp_row + i * RowsAtOnce + lane / Pieces;
+        const size_t token = min(row_of_load, p.Tq - 1);
+        const size_t column = lane % Pieces * 8;
+        x[i] = *reinterpret_cast<const uint4*>(dout + token * args.dout.token_stride + column);
+        y[i] = *reinterpret_cast<const uint4*>(out + token * args.out.token_stride + column);
     }
     for (int i = 0; i < N; i++) {
         float D = dot8(x[i], y[i]);
@@ -314,39 +350,41 @@ __device__ __forceinline__ void make_lse_D(const Args& args, const WorkTile& w, 
             lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].D = D;
     }
     __syncwarp();
-    lse_D_smem[row].lse_log2 = lse;
+
+    lse_D_smem[row].lse_log2 = lse_log2;
     if (t < p.Tq)
         args.lse_D[static_cast<size_t>(w.bh) * p.Tq + t] =
-            LseD{.lse_log2 = lse, .D = lse_D_smem[row].D};
+            LseD{.lse_log2 = lse_log2, .D = lse_D_smem[row].D};
     __syncwarp();
 }
 
 template <int HS, class Y>
-__global__ __launch_bounds__(kThreads,
-                             2) void dq_kernel(const __grid_constant__ BackwardArgs<Y> args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    dq_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
-    constexpr int M = Tiles::M;
+    constexpr int M = Tiles::WarpTiles;
     constexpr int TileBytes = Bc * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
+    using SharedMemory = typename Tiles::SharedMemory;
     const uint32_t q_smem = smem_address(smem);
-    const uint32_t do_smem = q_smem + Br * HS * 2;
-    const uint32_t k_smem = do_smem + Br * HS * 2;
-    const uint32_t v_smem = k_smem + 2 * TileBytes;
-    LseD* lse_D_smem = reinterpret_cast<LseD*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
+    const uint32_t do_smem = q_smem + offsetof(SharedMemory, dout);
+    const uint32_t k_smem = q_smem + offsetof(SharedMemory, k);
+    const uint32_t v_smem = q_smem + offsetof(SharedMemory, v);
+    LseD* lse_D_smem = reinterpret_cast<SharedMemory*>(smem)->lse_D;
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_tile(p, TileOrder::last_to_first);
     __syncthreads();
     const int q0 = w.tile * Br;
-    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int warp_row = threadIdx.x / 32 * 16 * M;  // the warp's first row of the tile
     const int lane = threadIdx.x % 32;
-    const int first_q = q0 + warp_row;
-    const int last_q = first_q + 16 * M - 1;  // the warp's
+    const int warp_q0 = q0 + warp_row;
+    const int last_q = warp_q0 + 16 * M - 1;  // the warp's
     const bf16* dout = w.head<HS>(args.dout);
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
@@ -362,7 +400,7 @@ __global__ __launch_bounds__(kThreads,
     load_kv(0);
     cp_async_commit();
 
-    make_lse_D<HS, M>(args, w, dout, lse_D_smem, q0, warp_row);  // beside those copies
+    find_lse_D<HS, M>(args, w, dout, lse_D_smem, q0, warp_row);  // while those copies run
     float lse_log2[M][2];
     float D[M][2];
     for (int i = 0; i < M; i++)
@@ -378,23 +416,23 @@ __global__ __launch_bounds__(kThreads,
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
         __syncthreads();
-        for (int kk = 0; kk < HS / 16; kk++)
-            q_rows.load(q_smem + warp_row * HS * 2, kk),
-                do_rows.load(do_smem + warp_row * HS * 2, kk);
+        for (int kk = 0; kk < HS / 16; kk++) {
+            q_rows.load(q_smem + warp_row * HS * 2, kk);
+            do_rows.load(do_smem + warp_row * HS * 2, kk);
+        }
     }
 
     auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2;
-        const uint32_t v_tile = k_tile + 2 * TileBytes;
+        const uint32_t v_tile = k_tile + (v_smem - k_smem);
         float s[M][kSub / 8][4] = {};
         float dp[M][kSub / 8][4];
         for (int i = 0; i < M; i++)
             for (int n = 0; n < kSub / 8; n++)
-                // the product adds to it (dP − D)
                 for (int e = 0; e < 4; e++)
-                    dp[i][n][e] = -D[i][e / 2];
-#pragma unroll  // before the compiler orders the loads, not after
+                    dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
+#pragma unroll                                   // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
             const auto& q = q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk);
             const auto& dout = do_rows.kept_or_loaded(do_smem + warp_row * HS * 2, kk);
@@ -403,8 +441,8 @@ __global__ __launch_bounds__(kThreads,
         }
         for (int i = 0; i < M; i++)
             for (int e = 0; e < 4; e++) {
-                const int visible =
-                    visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc + sub);
+                const int row = fragment_row(warp_q0 + 16 * i, e, lane);
+                const int visible = visible_columns(p, row, j * Bc + sub);
                 for (int n = 0; n < kSub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
                     s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
@@ -425,7 +463,7 @@ __global__ __launch_bounds__(kThreads,
             const int k0 = j * Bc + sub;
             if (k0 > last_q + p.shift)
                 continue;
-            if (k0 + kSub > p.Tk || k0 + kSub - 1 > first_q + p.shift)
+            if (k0 + kSub > p.Tk || k0 + kSub - 1 > warp_q0 + p.shift)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -439,42 +477,42 @@ __global__ __launch_bounds__(kThreads,
 }
 
 template <int HS, class Y>
-__global__ __launch_bounds__(kThreads,
-                             2) void dkdv_kernel(const __grid_constant__ BackwardArgs<Y> args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    dkdv_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
-    constexpr int M = Tiles::M;
+    constexpr int M = Tiles::WarpTiles;
     constexpr int TileBytes = Br * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
+    using SharedMemory = typename Tiles::SharedMemory;
     const uint32_t k_smem = smem_address(smem);
-    const uint32_t v_smem = k_smem + Bc * HS * 2;
-    const uint32_t q_smem = v_smem + Bc * HS * 2;
-    const uint32_t do_smem = q_smem + 2 * TileBytes;
-    const uint32_t lse_D_smem = do_smem + 2 * TileBytes;
-    const LseDPair* lse_D =
-        reinterpret_cast<const LseDPair*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);
+    const uint32_t v_smem = k_smem + offsetof(SharedMemory, v);
+    const uint32_t q_smem = k_smem + offsetof(SharedMemory, q);
+    const uint32_t do_smem = k_smem + offsetof(SharedMemory, dout);
+    const uint32_t lse_D_smem = k_smem + offsetof(SharedMemory, lse_D);
+    const auto& lse_D = reinterpret_cast<const SharedMemory*>(smem)->lse_D;
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
         w = work_tile(p, TileOrder::first_to_last);
     __syncthreads();
     const int k0 = w.tile * Bc;
-    const int warp_row = threadIdx.x / 32 * 16 * M;
+    const int warp_row = threadIdx.x / 32 * 16 * M;  // the warp's first row of the tile
     const int lane = threadIdx.x % 32;
-    const int first_k = k0 + warp_row;
-    const int last_k = first_k + 16 * M - 1;  // the warp's
+    const int warp_k0 = k0 + warp_row;
+    const int last_k = warp_k0 + 16 * M - 1;  // the warp's
     // the first query that sees key k0 is k0 − shift
     const int first_tile = max(0, k0 - p.shift) / Br;
-    const int q_tiles = (p.Tq + Br - 1) / Br;
+    const int q_tiles = ceil_div<Br>(p.Tq);
 
     // Queries past Tq arrive as zeros, as do their dO and D, so they add nothing. Keys past Tk fill
     // rows that are never written.
     auto load_q = [&](int j) {
         const int stage = j & 1;
-        const int row = j * Br + threadIdx.x;
+        const int row = j * Br + threadIdx.x;  // whose lse and D this thread copies
         load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, w.head<HS>(p.q), p.q.token_stride,
                                     j * Br, p.Tq);
         load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, w.head<HS>(args.dout),
@@ -493,7 +531,7 @@ __global__ __launch_bounds__(kThreads,
     auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2;
-        const uint32_t do_tile = q_tile + 2 * TileBytes;
+        const uint32_t do_tile = q_tile + (do_smem - q_smem);
         float s[M][kSub / 8][4] = {};
         float dp[M][kSub / 8][4];  // transposed: rows are keys
         uint32_t a[M][4];
@@ -502,25 +540,25 @@ __global__ __launch_bounds__(kThreads,
             load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
             multiply_abt<HS>(s, a, q_tile, kk * 16);
         }
-        // Of this lane's columns e = 0 and 1 of subtile column n.
-        auto columns = [&](int n) { return lse_D[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
+        // Of the two queries of this lane in fragment n.
+        auto query_pair = [&](int n) { return lse_D[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
         for (int n = 0; n < kSub / 8; n++) {
-            const LseDPair c = columns(n);
+            const LseDPair pair = query_pair(n);
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
-                    const int key = first_k + 16 * i + e / 2 * 8 + lane / 4;
-                    const int query = j * Br + sub + 8 * n + lane % 4 * 2 + e % 2;
+                    const int key = fragment_row(warp_k0 + 16 * i, e, lane);
+                    const int query = fragment_col(j * Br + sub + 8 * n, e, lane);
                     const float P =
-                        exp2_approx(s[i][n][e] * p.scale_log2 - c.columns[e % 2].lse_log2);
+                        exp2_approx(s[i][n][e] * p.scale_log2 - pair.columns[e % 2].lse_log2);
                     s[i][n][e] = Masked && query + p.shift < key ? 0.f : P;
                 }
         }
         add_ab<HS>(dv, s, do_tile);
         for (int n = 0; n < kSub / 8; n++) {
-            const LseDPair c = columns(n);
+            const LseDPair pair = query_pair(n);
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++)
-                    dp[i][n][e] = -c.columns[e % 2].D;  // the product adds to it (dP − D)
+                    dp[i][n][e] = -pair.columns[e % 2].D;  // the product adds to it (dP − D)
         }
 #pragma unroll 2  // with 4 the compiler would fetch so far ahead that it spills
         for (int kk = 0; kk < HS / 16; kk++) {
@@ -542,10 +580,10 @@ __global__ __launch_bounds__(kThreads,
             load_q(j + 1);
 #pragma unroll 1
         for (int sub = 0; sub < Br; sub += kSub) {
-            const int first_q = j * Br + sub;
-            if (first_q + kSub - 1 + p.shift < first_k)
+            const int q0 = j * Br + sub;
+            if (q0 + kSub - 1 + p.shift < warp_k0)
                 continue;
-            if (first_q + p.shift < last_k)
+            if (q0 + p.shift < last_k)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -563,8 +601,6 @@ __global__ __launch_bounds__(kThreads,
 // -------------------------------------------------------------------------------------------------
 // Launchers
 
-constexpr char kName[] = "flash_bf16";
-
 template <class Y>
 void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     const ForwardArgs<bf16, Y> args{.p = problem(c), .out = c.out, .lse = c.lse};
@@ -576,7 +612,7 @@ void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
                 .tiles = ceil_div(c.s.Tq, Tiles::Br),
                 .streamed_rows = c.s.Tk,
                 .threads = kThreads,
-                .smem = Tiles::Smem},
+                .smem = sizeof(typename Tiles::SharedMemory)},
                forward_kernel<HS, Y>, args);
     });
 }
@@ -599,7 +635,7 @@ void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                 .tiles = ceil_div(c.s.Tq, Dq::Br),
                 .streamed_rows = c.s.Tk,
                 .threads = kThreads,
-                .smem = Dq::Smem},
+                .smem = sizeof(typename Dq::SharedMemory)},
                dq_kernel<HS, Y>, args);
         launch(dev,
                {.name = kName,
@@ -607,7 +643,7 @@ void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                 .tiles = ceil_div(c.s.Tk, Dkdv::Bc),
                 .streamed_rows = c.s.Tq,
                 .threads = kThreads,
-                .smem = Dkdv::Smem},
+                .smem = sizeof(typename Dkdv::SharedMemory)},
                dkdv_kernel<HS, Y>, args);
     });
 }
