@@ -402,7 +402,8 @@ struct GPT2 {
         if (sequence() > config.max_T)
             throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less",
                                sequence(), config.max_T, config.max_T));
-        check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
+        check_attention<X>(dev, attention, config.HS(),
+                           {.training = training, .context_parallel = ranks.context > 1});
         const size_t N = size_t(B) * T;
         const size_t C = config.C;
         const AttentionShape shape{.B = B, .Tq = T, .Tk = T, .NH = config.NH, .HS = config.HS()};

@@ -15,19 +15,20 @@ template <>
 AttentionKernels<float> attention_kernels() {
     static const AttentionKernel<float> table[] = {naive_fp32, flash_simple, flash_fp32,
                                                    flash_fp16x3};
-    return {table, sizeof(table) / sizeof(table[0])};
+    return {table, std::size(table)};
 }
+
 template <>
 AttentionKernels<bf16> attention_kernels() {
     static const AttentionKernel<bf16> table[] = {naive_bf16, flash_mma, flash_bf16, flash_wgmma,
                                                   flash_bf16_sm90};
-    return {table, sizeof(table) / sizeof(table[0])};
+    return {table, std::size(table)};
 }
 
 namespace {
 
-// What `flash` means: the first of these that the GPU can run. All have backward, and calls in
-// fp32.
+// What `flash` means: the first of these that the GPU can run. All have backward and support
+// pieces.
 template <class X>
 std::vector<const char*> fastest_kernels() {
     if constexpr (std::is_same_v<X, bf16>)
@@ -39,10 +40,34 @@ std::vector<const char*> fastest_kernels() {
 template <class X>
 const AttentionKernel<X>* find(std::string_view name) {
     const AttentionKernels<X> all = attention_kernels<X>();
-    for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++)
-        if (k->name == name)
-            return k;
+    for (int i = 0; i < all.count; i++)
+        if (all.begin[i].name == name)
+            return &all.begin[i];
     return nullptr;
+}
+
+// If this GPU can run none of them, the last.
+template <class X>
+const AttentionKernel<X>* find_fastest(const Cuda& dev) {
+    const AttentionKernel<X>* kernel = nullptr;
+    for (const char* name : fastest_kernels<X>()) {
+        kernel = find<X>(name);
+        if (kernel->runs_on(dev))
+            break;
+    }
+    return kernel;
+}
+
+// Says whether it is the other precision that has a kernel of that name.
+template <class X>
+[[noreturn]] void throw_no_such_kernel(const std::string& name) {
+    using Other = std::conditional_t<std::is_same_v<X, float>, bf16, float>;
+    if (!find<Other>(name))
+        throw UsageError(format("--attention %s: there is no such kernel", name.c_str()));
+    const char* other = name_of(dtype_of<Other>());
+    throw UsageError(
+        format("--attention %s computes in %s: use --precision %s, or --attention flash",
+               name.c_str(), other, other));
 }
 
 }  // namespace
@@ -50,46 +75,34 @@ const AttentionKernel<X>* find(std::string_view name) {
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS) {
     const std::string name(kind.name);
-    const AttentionKernel<X>* kernel = find<X>(kind.name);
-    if (kind == Attention::flash)
-        for (const char* fastest : fastest_kernels<X>())
-            if (kernel = find<X>(fastest); kernel->runs_on(dev))
-                break;
-    if (!kernel) {
-        using Other = std::conditional_t<std::is_same_v<X, float>, bf16, float>;
-        if (!find<Other>(kind.name))
-            throw UsageError(format("--attention %s: there is no such kernel", name.c_str()));
-        throw UsageError(
-            format("--attention %s computes in %s: use --precision %s, or --attention flash",
-                   name.c_str(), name_of(dtype_of<Other>()), name_of(dtype_of<Other>())));
-    }
+    const bool flash = kind == Attention::flash;
+    const AttentionKernel<X>* kernel = flash ? find_fastest<X>(dev) : find<X>(name);
+    if (!kernel)
+        throw_no_such_kernel<X>(name);
+
     if (!kernel->supports.any_head_size && HS != 64 && HS != 128)
         throw Error(
-            format("attention: %s needs a head size of 64 or 128, found %d; "
-                   "choose NH = C/64 or C/128, or use "
-                   "--attention naive",
+            format("attention: %s needs a head size of 64 or 128, found %d; choose NH = C/64 or "
+                   "C/128, or use --attention naive",
                    name.c_str(), HS));
     if (!kernel->runs_on(dev))
-        throw Error(
-            format("attention: %s %s needs compute capability %d.%d%s, %s has %d.%d; use %s",
-                   name_of(dtype_of<X>()), name.c_str(), kernel->min_sm / 10, kernel->min_sm % 10,
-                   kernel->min_sm == 90 ? " and code for sm_90a" : "", dev.name.c_str(),
-                   dev.sm / 10, dev.sm % 10,
-                   kind == Attention::flash ? "--precision fp32 or --attention naive"
-                                            : "--attention flash"));
+        throw Error(format(
+            "attention: %s %s needs compute capability %d.%d%s, %s has %d.%d; use %s",
+            name_of(dtype_of<X>()), name.c_str(), kernel->min_sm / 10, kernel->min_sm % 10,
+            kernel->needs_wgmma() ? " and code for sm_90a" : "", dev.name.c_str(), dev.sm / 10,
+            dev.sm % 10, flash ? "--precision fp32 or --attention naive" : "--attention flash"));
     return *kernel;
 }
 
 template <class X>
-void check_attention(const Cuda& dev, Attention kind, int HS, bool training,
-                     bool context_parallel) {
+void check_attention(const Cuda& dev, Attention kind, int HS, const AttentionUse& use) {
     const AttentionKernel<X>& kernel = attention_kernel<X>(dev, kind, HS);
-    if (training && !kernel.has_backward())
+    if (use.training && !kernel.has_backward())
         throw UsageError(
             format("--attention %s has no backward, so it can only generate and evaluate: train "
                    "with --attention flash",
                    kernel.name));
-    if (context_parallel && !kernel.supports.pieces)
+    if (use.context_parallel && !kernel.supports.pieces)
         throw UsageError(
             format("--context-parallel needs --attention flash: %s takes whole sequences only",
                    kernel.name));
@@ -115,10 +128,11 @@ const char* attention_names() {
 
 namespace {
 
-// How many bytes from the first to the last, of a sequence and of all.
+// Bytes from the first of a sequence to its last.
 size_t extent_of_sequence(const CallMemory& m) {
     return (m.rows.count - 1) * m.rows.stride + m.row;
 }
+// And of all sequences.
 size_t extent(const CallMemory& m) {
     return (m.sequences.count - 1) * m.sequences.stride + extent_of_sequence(m);
 }
@@ -133,8 +147,25 @@ bool rows_apart(size_t row, const CallMemory::Dimension& inner,
 // All of a view's rows, or all of its sequences, start at multiples of `period` from the first. So
 // two views whose first ones are apart within a period are apart everywhere.
 bool apart_in_a_period(size_t distance, size_t a_bytes, size_t b_bytes, size_t period) {
-    const size_t ahead = distance % period;
-    return ahead >= a_bytes && ahead + b_bytes <= period;
+    const size_t offset = distance % period;
+    return offset >= a_bytes && offset + b_bytes <= period;
+}
+
+// The greatest period of both views' rows and of their sequences, 0 for one alone.
+struct Periods {
+    size_t sequences = 0;
+    size_t rows = 0;
+};
+Periods common_periods(const CallMemory& a, const CallMemory& b) {
+    Periods p;
+    for (const CallMemory* m : {&a, &b}) {
+        if (m->sequences.count > 1)
+            p.sequences = std::gcd(p.sequences, m->sequences.stride);
+        if (m->rows.count > 1)
+            p.rows = std::gcd(p.rows, m->rows.stride);
+    }
+    p.rows = std::gcd(p.rows, p.sequences);
+    return p;
 }
 
 // Whether two views may share a byte. Views of one packed tensor have overlapping extents but
@@ -149,50 +180,50 @@ bool overlap(const CallMemory& a, const CallMemory& b) {
     if (distance >= extent(a))
         return false;
 
-    size_t of_sequences = 0;
-    size_t of_rows = 0;
-    for (const CallMemory* m : {&a, &b}) {
-        if (m->sequences.count > 1)
-            of_sequences = std::gcd(of_sequences, m->sequences.stride);
-        if (m->rows.count > 1)
-            of_rows = std::gcd(of_rows, m->rows.stride);
-    }
-    of_rows = std::gcd(of_rows, of_sequences);
-
-    if (of_sequences > 0 &&
-        apart_in_a_period(distance, extent_of_sequence(a), extent_of_sequence(b), of_sequences))
+    const Periods period = common_periods(a, b);
+    if (period.sequences > 0 &&
+        apart_in_a_period(distance, extent_of_sequence(a), extent_of_sequence(b), period.sequences))
         return false;
-    return of_rows == 0 || !apart_in_a_period(distance, a.row, b.row, of_rows);
+    return period.rows == 0 || !apart_in_a_period(distance, a.row, b.row, period.rows);
+}
+
+// Throws Error if the memory is missing, misaligned or overlaps itself.
+void check_rows(const AttentionLimits& limits, const CallMemory& m) {
+    if (!m.ptr)
+        throw Error(format("%s: %s is null: it needs memory", limits.name, m.name));
+
+    const bool aligned = reinterpret_cast<uintptr_t>(m.ptr) % m.alignment == 0 &&
+                         m.sequences.stride % m.alignment == 0 && m.rows.stride % m.alignment == 0;
+    if (!aligned)
+        throw Error(
+            format("%s: rows of %s are not %zu-byte aligned (address %p, strides of %zu and %zu "
+                   "bytes)",
+                   limits.name, m.name, m.alignment, m.ptr, m.sequences.stride, m.rows.stride));
+
+    const bool apart = rows_apart(m.row, m.rows, m.sequences) ||  // (B, T, …)
+                       rows_apart(m.row, m.sequences, m.rows);    // (T, B, …)
+    if (!apart)
+        throw Error(format(
+            "%s: rows of %s overlap: %zu × %zu of %zu bytes, with strides of %zu and %zu bytes",
+            limits.name, m.name, m.sequences.count, m.rows.count, m.row, m.sequences.stride,
+            m.rows.stride));
 }
 
 }  // namespace
 
 void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemory> memory) {
-    for (const CallMemory& m : memory) {
-        if (m.row == 0)
-            continue;
-        if (!m.ptr)
-            throw Error(format("%s: %s is null: it needs memory", limits.name, m.name));
-        if (reinterpret_cast<uintptr_t>(m.ptr) % m.alignment || m.sequences.stride % m.alignment ||
-            m.rows.stride % m.alignment)
-            throw Error(
-                format("%s: rows of %s are not %zu-byte aligned (address %p, "
-                       "strides of %zu and %zu bytes)",
-                       limits.name, m.name, m.alignment, m.ptr, m.sequences.stride, m.rows.stride));
-        const bool apart = rows_apart(m.row, m.rows, m.sequences) ||  // (B, T, …) or (T, B, …)
-                           rows_apart(m.row, m.sequences, m.rows);
-        if (!apart)
-            throw Error(format(
-                "%s: rows of %s overlap: %zu × %zu of %zu bytes, with strides of %zu and %zu bytes",
-                limits.name, m.name, m.sequences.count, m.rows.count, m.row, m.sequences.stride,
-                m.rows.stride));
-    }
+    for (const CallMemory& m : memory)
+        if (m.row > 0)
+            check_rows(limits, m);
+
     for (auto a = memory.begin(); a != memory.end(); a++)
-        for (auto b = memory.begin(); b != a; b++)
-            if ((a->written || b->written) && a->row > 0 && b->row > 0 && overlap(*a, *b))
+        for (auto b = memory.begin(); b != a; b++) {
+            const bool conflict = (a->written || b->written) && a->row > 0 && b->row > 0;
+            if (conflict && overlap(*a, *b))
                 throw Error(
                     format("%s: %s and %s overlap, and %s is written: give it memory of its own",
                            limits.name, b->name, a->name, a->written ? a->name : b->name));
+        }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -222,6 +253,7 @@ template <class X>
 void attention_forward(const Cuda& dev, Attention kind, const AttentionForward<X, float>& call) {
     attention_kernel<X>(dev, kind, call.s.HS).forward_fp32(dev, call);
 }
+
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward<X, float>& call) {
     attention_kernel<X>(dev, kind, call.s.HS).backward_fp32(dev, call);
@@ -231,6 +263,7 @@ template <class X>
 size_t attention_scratch_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape) {
     return attention_kernel<X>(dev, kind, shape.HS).scratch_bytes(shape);
 }
+
 template <class X>
 size_t attention_saved_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape) {
     return attention_kernel<X>(dev, kind, shape.HS).saved_bytes(shape);
@@ -240,7 +273,7 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, const AttentionSha
 
 #define INSTANTIATE(X)                                                                            \
     template const AttentionKernel<X>& attention_kernel(const Cuda&, Attention, int);             \
-    template void check_attention<X>(const Cuda&, Attention, int, bool, bool);                    \
+    template void check_attention<X>(const Cuda&, Attention, int, const AttentionUse&);           \
     template void attention_forward(const Cuda&, Attention, X*, float*, X*, const X*, int, int,   \
                                     int, int, int);                                               \
     template void attention_backward(const Cuda&, Attention, X*, void*, const X*, const X*,       \

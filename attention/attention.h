@@ -1,4 +1,4 @@
-// The attention contract. call.h says what a call is, this header which kernels there are.
+// The attention contract. call.h says what a call is, and this header which kernels there are.
 //
 // X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to
 // run. Flash kernels allocate nothing of size T². A call that a kernel does not support throws
@@ -10,16 +10,18 @@
 // The layer: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
 
 // Writes out (B,Tq,NH,HS) and lse (B,NH,Tq) of the last Tq tokens of qkv (B,Tk,3,NH,HS). Only naive
-// uses att, attention_saved_bytes() that it fills for backward.
+// uses att, which has attention_saved_bytes(): it fills them for backward.
 template <class X>
 void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv,
                        int B, int Tq, int Tk, int NH, int HS);
-// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Needs
-// attention_scratch_bytes() of scratch.
+
+// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. scratch has
+// attention_scratch_bytes().
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout,
                         const X* out, const float* lse, const X* att, const X* qkv, int B, int T,
                         int NH, int HS);
+
 template <class X>
 size_t attention_scratch_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape);
 template <class X>
@@ -32,20 +34,19 @@ template <class X>
 void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward<X, float>& call);
 
 // -------------------------------------------------------------------------------------------------
-// The kernels behind it
+// The kernels
 
-// One row of the ladder. Table-driven so that tests and benchmarks run every kernel there is. A
-// kernel's file names the fields, and leaves out what the kernel lacks.
+// A rung of the ladder. Tests and benchmarks run every kernel in the table. A kernel's file leaves
+// out the fields for what the kernel lacks.
 template <class X>
 struct AttentionKernel {
     const char* name;  // its file's name: "naive", "flash_fp32", …
-    // compute capability ×10. Runs there and on later ones, but 90 means wgmma, which only 9.0 has
-    int min_sm;
-    bool flash;  // no T×T buffer
+    int min_sm;        // compute capability ×10; runs on later ones too, unless it needs wgmma
+    bool flash;        // no T×T buffer
     AttentionSupport supports = {};
 
-    // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and backward's
-    // scratch. What is enough without a mask is enough with one, and with fewer queries or keys.
+    // Bytes that forward leaves in `att` for backward, per layer, and of backward's scratch. What
+    // is enough without a mask is enough with one, and with fewer queries or keys.
     size_t (*saved_bytes)(const AttentionShape&) = no_bytes;
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;
 
@@ -62,7 +63,7 @@ struct AttentionKernel {
         void (*backward_fp32)(const Cuda&, const AttentionBackward<X, float>&) = nullptr;
     } unchecked;
 
-    bool needs_wgmma() const { return min_sm == 90; }
+    bool needs_wgmma() const { return min_sm == 90; }  // which only 9.0 has
     bool runs_on(const Cuda& dev) const { return needs_wgmma() ? dev.sm90a : dev.sm >= min_sm; }
     bool has_backward() const { return unchecked.backward != nullptr; }
     AttentionLimits limits() const {
@@ -72,6 +73,7 @@ struct AttentionKernel {
                 .saved_bytes = saved_bytes,
                 .scratch_bytes = scratch_bytes};
     }
+
     // These throw Error unless the kernel supports the call (check_call).
     void forward(const Cuda& dev, const AttentionForward<X>& c) const {
         run(unchecked.forward, "forward", dev, c);
@@ -103,17 +105,26 @@ struct AttentionKernels {
 };
 template <class X>
 AttentionKernels<X> attention_kernels();
-// The one that `kind` names, where flash is the fastest that this GPU can run. Throws Error if X,
-// the GPU or HS does not fit.
+
+// The kernel that `kind` names, where "flash" is the fastest that this GPU can run. Throws Error if
+// X, the GPU or HS does not fit.
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
-// Throws Error too if the kernel lacks what a model needs. Training needs backward,
-// --context-parallel calls in fp32.
+
+// Throws Error too if the kernel lacks what a model uses.
 template <class X>
-void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel);
+void check_attention(const Cuda& dev, Attention kind, int HS, const AttentionUse& use);
+
 // What --attention accepts: "flash|naive|…", all names of both tables.
 const char* attention_names();
 
 // Defined in the kernels' files.
-extern const AttentionKernel<float> naive_fp32, flash_simple, flash_fp32, flash_fp16x3;
-extern const AttentionKernel<bf16> naive_bf16, flash_mma, flash_bf16, flash_wgmma, flash_bf16_sm90;
+extern const AttentionKernel<float> naive_fp32;
+extern const AttentionKernel<float> flash_simple;
+extern const AttentionKernel<float> flash_fp32;
+extern const AttentionKernel<float> flash_fp16x3;
+extern const AttentionKernel<bf16> naive_bf16;
+extern const AttentionKernel<bf16> flash_mma;
+extern const AttentionKernel<bf16> flash_bf16;
+extern const AttentionKernel<bf16> flash_wgmma;
+extern const AttentionKernel<bf16> flash_bf16_sm90;

@@ -12,8 +12,8 @@
 //   dV = Pᵀ dO
 //
 // Shapes: B batch, Tq queries, Tk keys, NH heads, HS head size. Tensors are views (HeadsView), so
-// q, k and v may lie in the packed output of one matmul. X is the type of the inputs, and Y that of
-// the results: X, or Acc<X>, which is fp32.
+// that q, k and v may be parts of the packed output of one matmul. X is the type of the inputs and
+// Y that of the results, which is X or Acc<X>, fp32.
 //
 // Pieces of a sequence. Let out and lse of a query be those over all its keys. Then backward over
 // some of these keys writes exactly their share of dq, dk and dv, because P = exp(S − lse) and D
@@ -24,26 +24,33 @@
 #include "common/error.h"
 #include "common/types.h"
 
-// If causal, query i sees key j where j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all
-// keys, and each sees one.
-//
-// The shape of a part is a copy of the whole's with other lengths. Built again from its fields, it
-// would lose the next field that is added here.
+// -------------------------------------------------------------------------------------------------
+// The call
+
+// A part of a sequence has a copy of the whole's shape with other lengths. (Built again from its
+// fields, it would lose the next field that is added here.)
 struct AttentionShape {
     int B;
     int Tq;
     int Tk;
     int NH;
     int HS;
+    // If causal, query i sees the keys j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all
+    // keys, and each query sees at least one.
     bool causal = true;
     float scale = 0.f;  // 0: 1/√HS
+
     float resolved_scale() const {
         return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS));
     }
     // The same for exponentials that are powers of 2.
     float scale_log2() const { return static_cast<float>(resolved_scale() * M_LOG2E); }
-    int shift() const { return causal ? Tk - Tq : Tk; }  // query i sees keys j ≤ i + shift()
-    size_t rows() const { return size_t(B) * NH * Tq; }  // of queries, each with its lse
+
+    // Query i sees the keys j ≤ i + shift(). Without a mask that is beyond the last key.
+    int shift() const { return causal ? Tk - Tq : Tk; }
+
+    // Rows of S and P, one for each query of each head. A row has one lse.
+    size_t rows() const { return size_t(B) * NH * Tq; }
 
     // A call has tensors of two shapes, and only these two functions say which.
     HeadsShape queries() const {  // of q, out, dout and dq
@@ -54,7 +61,7 @@ struct AttentionShape {
     }
 };
 
-// A number for each row: (B, NH, T) inside a larger tensor. That of row (b, t, h) is
+// A number for each row: (B, NH, T) inside a larger tensor. The number of row (b, h, t) is
 //   ptr[(b·NH + h)·head_stride + t].
 template <class A>
 struct RowStatsView {
@@ -68,32 +75,45 @@ struct RowStatsView {
     }
 };
 
-// Writes every element of out and lse, and what rounding took from lse to lse_rest, unless that is
-// null. Only the fp32 kernels that work on pieces of a sequence know it. The others refuse an
-// lse_rest.
+// Writes every element of out and lse. lse_rest receives the rounding error of lse, the part that
+// did not fit into fp32, unless it is null. Only the fp32 kernels that work on pieces of a sequence
+// support that; the others refuse an lse_rest.
 template <class X, class Y = X>
 struct AttentionForward {
     AttentionShape s;
-    HeadsView<const X> q = {}, k = {}, v = {};  // (B, Tq, NH, HS), (B, Tk, NH, HS) twice
-    HeadsView<Y> out = {};                      // as q
-    RowStatsView<Acc<X>> lse = {}, lse_rest = {};
-    X* att = nullptr;  // only naive has it, of saved_bytes(), for backward
+    HeadsView<const X> q = {};  // (B, Tq, NH, HS)
+    HeadsView<const X> k = {};  // (B, Tk, NH, HS)
+    HeadsView<const X> v = {};
+    HeadsView<Y> out = {};  // as q
+    RowStatsView<Acc<X>> lse = {};
+    RowStatsView<Acc<X>> lse_rest = {};
+    X* att = nullptr;  // saved_bytes() for backward; naive alone uses it
 };
 
 // Writes every element of dq, dk and dv. Clears what it accumulates into in scratch.
 //
-// lse_rest is what rounding took from lse, or null, and as in forward not all kernels take one.
-// Null promises a call with all of its rows' keys. Then an fp32 kernel may find the rest itself,
-// because a row's P must add up to 1.
+// lse_rest is the rounding error of lse, as forward wrote it, if the kernel supports that. Pass
+// null only if the call covers all keys of its rows. An fp32 kernel may then work the error out by
+// itself, because a row's P must add up to 1.
 template <class X, class Y = X>
 struct AttentionBackward {
     AttentionShape s;
-    HeadsView<const X> q = {}, k = {}, v = {}, dout = {}, out = {};  // dout and out as q
-    RowStatsView<const Acc<X>> lse = {}, lse_rest = {};
-    HeadsView<Y> dq = {}, dk = {}, dv = {};  // as q, k and v
-    void* scratch = nullptr;                 // of scratch_bytes()
-    const X* att = nullptr;                  // as forward left it
+    HeadsView<const X> q = {};
+    HeadsView<const X> k = {};
+    HeadsView<const X> v = {};
+    HeadsView<const X> dout = {};  // as q
+    HeadsView<const X> out = {};
+    RowStatsView<const Acc<X>> lse = {};
+    RowStatsView<const Acc<X>> lse_rest = {};
+    HeadsView<Y> dq = {};  // as q
+    HeadsView<Y> dk = {};  // as k
+    HeadsView<Y> dv = {};
+    void* scratch = nullptr;  // scratch_bytes()
+    const X* att = nullptr;   // as forward left it
 };
+
+// -------------------------------------------------------------------------------------------------
+// Calls of a layer
 
 // A contiguous tensor (B, T, heads, HS).
 template <class X>
@@ -108,7 +128,8 @@ struct PackedHeads {
     HeadsView<X> k;
     HeadsView<X> v;
 };
-// It has T tokens, of which a call may take some. Of `s` only the heads count.
+
+// The tensor has T tokens, some of which a call may use. Of `s` only the heads count.
 template <class X>
 PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
     const size_t q = s.queries().C();
@@ -120,8 +141,7 @@ PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
             .v = {.ptr = qkv + q + k, .batch_stride = batch, .token_stride = token}};
 }
 
-// A layer's calls: the last Tq tokens of qkv (B, Tk, 3, NH, HS), and the gradients of whole
-// sequences.
+// Forward of the last Tq tokens of qkv (B, Tk, 3, NH, HS).
 template <class X>
 AttentionForward<X> layer_forward(X* out, Acc<X>* lse, const X* qkv, const AttentionShape& s) {
     const PackedHeads<const X> in = packed(qkv, s.Tk, s);
@@ -133,6 +153,8 @@ AttentionForward<X> layer_forward(X* out, Acc<X>* lse, const X* qkv, const Atten
     c.lse = {lse, size_t(s.Tq)};
     return c;
 }
+
+// Backward of whole sequences.
 template <class X>
 AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const Acc<X>* lse,
                                     const X* qkv, const AttentionShape& s) {
@@ -152,11 +174,11 @@ AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const 
 }
 
 // -------------------------------------------------------------------------------------------------
-// What is refused. No call reaches a kernel before check_call() has seen it: AttentionKernel
-// (attention.h) and the CPU's attention (layers/cpu) see to that. It is a little arithmetic on the
-// host.
+// What is refused. Every call passes check_call() before it reaches a kernel: AttentionKernel
+// (attention.h) and the CPU's attention (layers/cpu) see to that. The check is a little arithmetic
+// on the host.
 
-// What an implementation needs that leaves nothing in att, or uses no scratch.
+// The size of a buffer that an implementation does not use.
 inline size_t no_bytes(const AttentionShape&) {
     return 0;
 }
@@ -177,12 +199,19 @@ struct AttentionLimits {
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;  // of scratch
 };
 
+// What a model uses besides forward.
+struct AttentionUse {
+    bool training;          // needs backward
+    bool context_parallel;  // needs pieces
+};
+
 // What a call is besides its shape.
 struct CallTraits {
     size_t element;  // bytes of an element of q
     bool backward;
     bool lse_rest;  // it is given
 };
+
 inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
                         const CallTraits& call) {
     const char* name = limits.name;
@@ -198,7 +227,7 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
     if (!limits.supports.any_head_size && s.HS != 64 && s.HS != 128)
         throw Error(
             format("%s: head size %d, expected 64 or 128: use --attention naive", name, s.HS));
-    if (s.HS < 1 || s.HS * call.element % limits.alignment)
+    if (s.HS < 1 || (s.HS * call.element) % limits.alignment != 0)
         throw Error(format("%s: head size %d, expected a multiple of %zu", name, s.HS,
                            limits.alignment / call.element));
 
@@ -213,7 +242,7 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
             name));
 }
 
-// Memory that a call names: `sequences` of `rows` of so many bytes.
+// The memory of one of a call's tensors: sequences of rows of `row` bytes.
 struct CallMemory {
     struct Dimension {
         size_t count = 1;
@@ -222,11 +251,12 @@ struct CallMemory {
     const char* name;
     bool written;
     const void* ptr;
-    size_t alignment;  // in bytes, as the next
-    size_t row;
+    size_t alignment;  // in bytes
+    size_t row;        // in bytes; 0: not part of the call
     Dimension sequences = {};
     Dimension rows = {};  // of a sequence
 };
+
 template <class X>
 CallMemory memory_of(const char* name, const HeadsView<X>& x, const HeadsShape& s,
                      size_t alignment) {
@@ -238,64 +268,75 @@ CallMemory memory_of(const char* name, const HeadsView<X>& x, const HeadsShape& 
             .sequences = {.count = size_t(s.B), .stride = x.batch_stride * sizeof(X)},
             .rows = {.count = size_t(s.T), .stride = x.token_stride * sizeof(X)}};
 }
-// Its rows are heads.
+
 template <class A>
 CallMemory memory_of(const char* name, const RowStatsView<A>& x, const HeadsShape& s) {
     return {.name = name,
             .written = !std::is_const_v<A>,
             .ptr = x.ptr,
             .alignment = sizeof(A),
-            .row = s.T * sizeof(A),
+            .row = s.T * sizeof(A),  // a head's
             .rows = {.count = size_t(s.B) * s.heads, .stride = x.head_stride * sizeof(A)}};
 }
+
 template <class V>
 CallMemory memory_of(const char* name, V* x, size_t bytes) {
     return {.name = name, .written = !std::is_const_v<V>, .ptr = x, .alignment = 16, .row = bytes};
 }
+
 inline CallMemory if_given(CallMemory m) {
     if (!m.ptr)
         m.row = 0;
     return m;
 }
 
-// In attention.cu. Rows of no bytes are not part of the call.
+// In attention.cu.
 void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemory> memory);
 
 // Throws Error unless the call is as this file says and the implementation supports it. An output
-// may share no byte with an input or another output. Their rows may take turns, though, as those of
-// dq, dk and dv do in one packed tensor.
+// may share no byte with an input or another output, but their rows may be interleaved, as those of
+// dq, dk and dv are in one packed tensor.
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) {
     const AttentionShape& s = c.s;
     check_shape(limits, s,
                 {.element = sizeof(X), .backward = false, .lse_rest = c.lse_rest.ptr != nullptr});
+
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
-    check_memory(
-        limits,
-        {memory_of("q", c.q, queries, limits.alignment),
-         memory_of("k", c.k, keys, limits.alignment), memory_of("v", c.v, keys, limits.alignment),
-         memory_of("out", c.out, queries, limits.alignment), memory_of("lse", c.lse, queries),
-         if_given(memory_of("lse_rest", c.lse_rest, queries)),
-         memory_of("att", c.att, limits.saved_bytes(s))});
+    const size_t alignment = limits.alignment;
+    check_memory(limits, {
+                             memory_of("q", c.q, queries, alignment),
+                             memory_of("k", c.k, keys, alignment),
+                             memory_of("v", c.v, keys, alignment),
+                             memory_of("out", c.out, queries, alignment),
+                             memory_of("lse", c.lse, queries),
+                             if_given(memory_of("lse_rest", c.lse_rest, queries)),
+                             memory_of("att", c.att, limits.saved_bytes(s)),
+                         });
 }
+
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionBackward<X, Y>& c) {
     const AttentionShape& s = c.s;
     check_shape(limits, s,
                 {.element = sizeof(X), .backward = true, .lse_rest = c.lse_rest.ptr != nullptr});
+
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
-    check_memory(
-        limits,
-        {memory_of("q", c.q, queries, limits.alignment),
-         memory_of("k", c.k, keys, limits.alignment), memory_of("v", c.v, keys, limits.alignment),
-         memory_of("dout", c.dout, queries, limits.alignment),
-         memory_of("out", c.out, queries, limits.alignment), memory_of("lse", c.lse, queries),
-         if_given(memory_of("lse_rest", c.lse_rest, queries)),
-         memory_of("att", c.att, limits.saved_bytes(s)),
-         memory_of("dq", c.dq, queries, limits.alignment),
-         memory_of("dk", c.dk, keys, limits.alignment),
-         memory_of("dv", c.dv, keys, limits.alignment),
-         memory_of("scratch", c.scratch, limits.scratch_bytes(s))});
+    const size_t alignment = limits.alignment;
+    check_memory(limits, {
+                             memory_of("q", c.q, queries, alignment),
+                             memory_of("k", c.k, keys, alignment),
+                             memory_of("v", c.v, keys, alignment),
+                             memory_of("dout", c.dout, queries, alignment),
+                             memory_of("out", c.out, queries, alignment),
+                             memory_of("lse", c.lse, queries),
+                             if_given(memory_of("lse_rest", c.lse_rest, queries)),
+                             memory_of("att", c.att, limits.saved_bytes(s)),
+                             memory_of("dq", c.dq, queries, alignment),
+                             memory_of("dk", c.dk, keys, alignment),
+                             memory_of("dv", c.dv, keys, alignment),
+                             memory_of("scratch", c.scratch, limits.scratch_bytes(s)),
+                         });
 }

@@ -1119,14 +1119,14 @@ TEST(names) {
                   (!k->flash || k->saved_bytes(s) == 0));
             CHECK(attention_scratch_bytes<X>(dev, kind, s) == k->scratch_bytes(s));
             const auto takes = [&](bool training, bool ring) {
-                return test::error_of([&] { check_attention<X>(dev, kind, 64, training, ring); })
+                return test::error_of([&] { check_attention<X>(dev, kind, 64, {training, ring}); })
                     .empty();
             };
             CHECK(takes(false, false));
             CHECK(takes(true, false) == k->has_backward());
             CHECK(takes(false, true) == k->supports.pieces);
         }
-        check_attention<X>(dev, Attention::flash, 64, true, true);
+        check_attention<X>(dev, Attention::flash, 64, {.training = true, .context_parallel = true});
         const AttentionKernel<X>& flash = attention_kernel<X>(dev, Attention::flash, 64);
         CHECK(flash.flash && flash.runs_on(dev) &&
               !attention_kernel<X>(dev, Attention::naive, 64).flash);

@@ -182,11 +182,11 @@ size_t attention_saved_bytes(const Cpu&, Attention, const AttentionShape&) {
 }
 // Throws UsageError if `kind` is a GPU's kernel, or cannot do what the model needs.
 template <class X>
-void check_attention(const Cpu&, Attention kind, int, bool, bool context_parallel) {
+void check_attention(const Cpu&, Attention kind, int, const AttentionUse& use) {
     if (kind != Attention::flash && kind != Attention::naive)
         throw UsageError(format("--attention %s needs a GPU: the CPU has flash and naive",
                                 std::string(kind.name).c_str()));
-    if (context_parallel && kind == Attention::naive)
+    if (use.context_parallel && kind == Attention::naive)
         throw UsageError(
             "--context-parallel needs --attention flash: naive takes whole sequences only");
 }
