@@ -1,5 +1,5 @@
-// Naive attention is the formula as it stands, three matrix products and a softmax. It is the
-// baseline of every benchmark.
+// Naive attention: the formula step by step, a softmax between matrix products. It is the baseline
+// of every benchmark.
 //
 // Forward:
 //   S   = scale·Q Kᵀ
@@ -15,19 +15,20 @@
 //   dK = scale·dSᵀ Q
 //   dV = Pᵀ dO
 //
-// cuBLAS does the products, on q, k and v where the QKV matmul left them. A head is a matrix with
-// row stride 3C, so nothing is permuted. The two softmax kernels in between are ours.
+// cuBLAS does the products, reading q, k and v in place from the output of the QKV matmul. A head
+// is a matrix with row stride 3C, so nothing is permuted. The two softmax kernels in between are
+// ours.
 //
-// S, P, dP and dS are (B, NH, Tq, Tk), and they bound this kernel. At HS = 64 an element of S costs
-// 256 FLOPs and crosses the memory bus four times in forward. In backward it is 512 FLOPs and seven
-// times. Flash attention's whole idea is never to write them.
+// S, P, dP and dS are (B, NH, Tq, Tk), and their traffic bounds this kernel. At HS = 64 an element
+// of S costs 256 FLOPs and crosses the memory bus four times in forward; in backward it costs 512
+// FLOPs and crosses it seven times. Flash attention's whole idea is never to write them.
 //
 // P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch. Rows are padded
 // to 16 bytes, so that any Tk gets wide accesses. Products work on full squares. P and dS are zero
 // where a causal mask hides the key.
 //
-// Writes: forward out, lse and att, backward dq, dk and dv (every element).  Scratch: dP, and
-// behind it the lists.
+// Writes: forward out, lse and att, backward dq, dk and dv (every element).
+// Scratch: dP, followed by the lists of matrices.
 // Limits: any Tq ≤ Tk, in backward Tq = Tk. A row of HS elements is a multiple of 16 bytes.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/launch.h"
@@ -36,30 +37,36 @@
 
 namespace {
 
-// A warp works on a short row of S, so that it needs no barrier, and a block on a long one. With a
-// warp each, so many long rows would be in flight that a row has left the cache when its second
-// pass begins.
-constexpr int kBlock = 128;
+constexpr char kName[] = "naive";
+
+// -------------------------------------------------------------------------------------------------
+// Softmax. A warp works on a short row of S, so that it needs no barrier, and a block on a long
+// one. (With a warp each, so many long rows would be in flight that a row has left the cache when
+// its second pass begins.)
+
+constexpr int kThreads = 128;
 constexpr int kShortRowBytes = 2048;
 
+// Elements from one row of S to the next.
 template <class X>
-__host__ __device__ constexpr int row_length(int Tk) {  // elements from one row of S to the next
+__host__ __device__ constexpr int row_stride(int Tk) {
     return (Tk + kVec<X> - 1) / kVec<X> * kVec<X>;
 }
 
-// Overwrites S with P in att (rows, ld), with zeros behind the row's last key, and writes lse. A
-// row is a query (b, h, i).
+// Overwrites S with P in att (rows, ld), with zeros after the row's last visible key, and writes
+// lse. A row is a query (b, h, i), and `Threads` threads work on it.
 template <class X, int Threads>
 __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t rows, int Tq, int Tk,
                                        int shift) {
     constexpr int V = kVec<X>;
-    const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
+    const size_t row = size_t(blockIdx.x) * (kThreads / Threads) + threadIdx.x / Threads;
     if (row >= rows)
         return;  // all threads of a row, or none
+
     const int lane = threadIdx.x % Threads;
     const int i = row % Tq;
-    const int keys = min(Tk, i + shift + 1);
-    const int ld = row_length<X>(Tk);
+    const int keys = visible_keys(i, Tk, shift);
+    const int ld = row_stride<X>(Tk);
     X* s = att + row * ld;
 
     // One pass finds the maximum m and the sum l. When m grows, what was summed so far shrinks.
@@ -68,10 +75,10 @@ __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t r
     for (int j = lane * V; j < keys; j += Threads * V) {
         const Vec<X, V> x = load<V>(s + j);
         float m_new = m;
-        float sum = 0.f;
         for (int e = 0; e < V; e++)
             if (j + e < keys)
                 m_new = fmaxf(m_new, x[e]);
+        float sum = 0.f;
         for (int e = 0; e < V; e++)
             if (j + e < keys)
                 sum += expf(x[e] - m_new);
@@ -101,13 +108,14 @@ template <class X, int Threads>
 __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int Tq, int Tk,
                                         int shift) {
     constexpr int V = kVec<X>;
-    const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
+    const size_t row = size_t(blockIdx.x) * (kThreads / Threads) + threadIdx.x / Threads;
     if (row >= rows)
-        return;
+        return;  // all threads of a row, or none
+
     const int lane = threadIdx.x % Threads;
     const int i = row % Tq;
-    const int keys = min(Tk, i + shift + 1);
-    const int ld = row_length<X>(Tk);
+    const int keys = visible_keys(i, Tk, shift);
+    const int ld = row_stride<X>(Tk);
     const X* p_row = att + row * ld;
     X* dp_row = datt + row * ld;
 
@@ -134,28 +142,28 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
 }
 
 // -------------------------------------------------------------------------------------------------
-// Launchers
+// Products
 
-constexpr char kName[] = "naive";
-
-// One row-major matrix for each (b, h). It begins at ptr + b·batch_stride + h·head_stride, and its
-// rows are `ld` elements apart.
+// One row-major matrix for each (b, h), at ptr + b·batch_stride + h·head_stride.
 template <class X>
 struct Matrices {
     const X* ptr;
     size_t batch_stride;
     size_t head_stride;
-    int ld;
+    int ld;  // elements from a row to the next
     int rows;
     int cols;
     cublasOperation_t op = CUBLAS_OP_N;  // what a product does with it first
-    void** list = nullptr;               // where each begins, as cuBLAS wants to know
+    void** list = nullptr;               // their addresses, as cuBLAS wants them
+
     Matrices transposed() const {
         Matrices t = *this;
         t.op = CUBLAS_OP_T;
         return t;
     }
 };
+
+// A matrix of tokens, (T, HS).
 template <class X>
 auto tokens(const HeadsView<X>& x, const HeadsShape& s) {
     return Matrices<std::remove_const_t<X>>{.ptr = x.ptr,
@@ -165,10 +173,11 @@ auto tokens(const HeadsView<X>& x, const HeadsShape& s) {
                                             .rows = s.T,
                                             .cols = s.HS};
 }
+
+// S or dP, (Tq, Tk) with rows padded to 16 bytes.
 template <class X>
-// (B, NH, Tq, Tk), rows padded to 16 bytes
 Matrices<X> squares(const X* att, const AttentionShape& s) {
-    const int ld = row_length<X>(s.Tk);
+    const int ld = row_stride<X>(s.Tk);
     const size_t square = size_t(s.Tq) * ld;
     return {.ptr = att,
             .batch_stride = s.NH * square,
@@ -178,34 +187,47 @@ Matrices<X> squares(const X* att, const AttentionShape& s) {
             .cols = s.Tk};
 }
 
-// What att holds, and backward's scratch: squares, and behind them the lists of a pass.
-constexpr int kMostLists = 9;  // in backward
+// Of att, and of backward's scratch: squares, followed by the lists of a pass.
+constexpr int kMaxLists = 9;  // in backward
 template <class X>
 size_t bytes(const AttentionShape& s) {
     const size_t heads = size_t(s.B) * s.NH;
     return s.B * squares<X>(nullptr, s).batch_stride * sizeof(X) +
-           kMostLists * heads * sizeof(void*);
+           kMaxLists * heads * sizeof(void*);
 }
 
+// Writes the lists of all matrices of a pass.
 template <class... M>
-__global__ void list_kernel(int heads, int NH, M... of) {
+__global__ void list_kernel(int heads, int NH, M... matrices) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < heads)
-        ((of.list[i] = (void*)(of.ptr + i / NH * of.batch_stride + i % NH * of.head_stride)), ...);
+    if (i >= heads)
+        return;
+    const int b = i / NH;
+    const int h = i % NH;
+    const auto write = [&](const auto& m) {
+        m.list[i] = (void*)(m.ptr + b * m.batch_stride + h * m.head_stride);
+    };
+    (write(matrices), ...);
 }
-// Makes the lists of a pass's matrices, all in one launch, behind the squares in att or scratch.
+
+// Places the lists after the squares in att or scratch, and writes them in one launch.
 template <class X, class... M>
-void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& squares, M&... of) {
-    static_assert(sizeof...(M) <= kMostLists);
+void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& squares,
+                M&... matrices) {
+    static_assert(sizeof...(M) <= kMaxLists);
     const int heads = s.B * s.NH;
     void** list = (void**)(squares.ptr + s.B * squares.batch_stride);
-    ((of.list = list, list += heads), ...);
-    list_kernel<<<(heads - 1) / kBlock + 1, kBlock, 0, dev.stream>>>(heads, s.NH, of...);
+    const auto place = [&](auto& m) {
+        m.list = list;
+        list += heads;
+    };
+    (place(matrices), ...);
+    list_kernel<<<ceil_div(heads, kThreads), kThreads, 0, dev.stream>>>(heads, s.NH, matrices...);
     LAUNCH_CHECK("list_kernel");
 }
 
-// c = alpha · a b for each (b, h). cuBLAS is column-major, and a row-major matrix is its transpose
-// already. So it is asked for cᵀ = bᵀ aᵀ.
+// c = alpha · a b for each (b, h). To cuBLAS, which is column-major, each of our row-major matrices
+// is its transpose. So we ask it for cᵀ = bᵀ aᵀ.
 template <class X>
 void multiply(const Cuda& dev, const AttentionShape& s, Matrices<X> c, float alpha, Matrices<X> a,
               Matrices<X> b) {
@@ -219,17 +241,20 @@ void multiply(const Cuda& dev, const AttentionShape& s, Matrices<X> c, float alp
                                      s.B * s.NH, compute, CUBLAS_GEMM_DEFAULT));
 }
 
-// Launches the one of a softmax's two kernels that suits the rows' length.
+// -------------------------------------------------------------------------------------------------
+// Launchers
+
+// Launches one of a softmax's two kernels: a warp for each row if they are short, or a block.
 template <class X, class Kernel, class... Tensors>
-void launch(const Cuda& dev, const AttentionShape& s, Kernel* of_warps, Kernel* of_blocks,
-            Tensors... tensors) {
+void launch(const Cuda& dev, const AttentionShape& s, Kernel* kernel_of_warps,
+            Kernel* kernel_of_blocks, Tensors... tensors) {
     const bool short_rows = s.Tk * sizeof(X) <= kShortRowBytes;
     const size_t rows = s.rows();
-    const size_t blocks = short_rows ? (rows - 1) / (kBlock / kWarp) + 1 : rows;
+    const size_t blocks = short_rows ? (rows - 1) / (kThreads / kWarp) + 1 : rows;
     if (blocks > INT_MAX)
         throw Error(format("%s: %zu rows of attention are too many for a grid", kName, rows));
-    Kernel* kernel = short_rows ? of_warps : of_blocks;
-    kernel<<<unsigned(blocks), kBlock, 0, dev.stream>>>(tensors..., rows, s.Tq, s.Tk, s.shift());
+    Kernel* kernel = short_rows ? kernel_of_warps : kernel_of_blocks;
+    kernel<<<unsigned(blocks), kThreads, 0, dev.stream>>>(tensors..., rows, s.Tq, s.Tk, s.shift());
     LAUNCH_CHECK("softmax kernel");
 }
 
@@ -242,9 +267,10 @@ void forward(const Cuda& dev, const AttentionForward<X>& c) {
     auto out = tokens(c.out, s.queries());
     auto att = squares(c.att, s);
     make_lists(dev, s, att, q, k, v, out, att);
+
     // [quote]
     multiply(dev, s, att, s.resolved_scale(), q, k.transposed());  // S, which becomes P
-    launch<X>(dev, s, softmax_forward_kernel<X, kWarp>, softmax_forward_kernel<X, kBlock>, c.att,
+    launch<X>(dev, s, softmax_forward_kernel<X, kWarp>, softmax_forward_kernel<X, kThreads>, c.att,
               c.lse);
     multiply(dev, s, out, 1.f, att, v);
     // [end]
@@ -267,7 +293,7 @@ void backward(const Cuda& dev, const AttentionBackward<X>& c) {
 
     multiply(dev, s, dv, 1.f, att.transposed(), dout);
     multiply(dev, s, datt, 1.f, dout, v.transposed());
-    launch<X>(dev, s, softmax_backward_kernel<X, kWarp>, softmax_backward_kernel<X, kBlock>, dp,
+    launch<X>(dev, s, softmax_backward_kernel<X, kWarp>, softmax_backward_kernel<X, kThreads>, dp,
               c.att);
     multiply(dev, s, dq, s.resolved_scale(), datt, k);
     multiply(dev, s, dk, s.resolved_scale(), datt.transposed(), q);
