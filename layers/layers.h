@@ -1,13 +1,13 @@
-// The backend seam, CUDA side. Every layer is one call. layers/cpu/reference.h has the same list
-// for the CPU, and the trainer is written once over both. All pointers are device memory, all
-// tensors row-major and contiguous, all launches go to dev.stream. Outputs stand first among the
-// arguments, then scratch, then inputs. "Writes" means every element, whatever was there before.
-// "Adds into" means that the caller cleared it.
+// The CUDA side of the backend seam. Every layer is one call. layers/cpu/reference.h has the same
+// list for the CPU, and the trainer is written once for both. All pointers are device memory, all
+// tensors are row-major and contiguous, and everything is launched to dev.stream. Of the arguments,
+// outputs come first, then scratch, then inputs. "Writes" means every element, whatever was there
+// before. "Adds into" means that the caller has initialised it.
 //
 // Shapes: B batch, T tokens, C channels, N = B·T rows, V vocabulary, Vp padded vocabulary (a
 // multiple of 128 is fastest), NH heads, HS = C/NH head size. X is float or bf16. Statistics,
 // losses and weight gradients are fp32. Errors (a failed CUDA or cuBLAS call, an unsupported shape)
-// throw Error with file, line and what was attempted.
+// are thrown as Error with file, line and what was attempted.
 #pragma once
 #include "common/types.h"
 #include "cuda/cuda.h"
@@ -21,14 +21,14 @@ void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, c
                      int T, int C, const Positions& positions = {});
 
 // Adds into dwte (Vp,C) and dwpe (maxT,C). Deterministic. Needs encoder_scratch_bytes() of scratch.
-// plan is a device copy of what encoder_plan() wrote for these tokens.
+// plan is a copy, on the device, of what encoder_plan() wrote for these tokens.
 template <class X>
 void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout,
                       const int* plan, int B, int T, int C, const Positions& positions = {});
 size_t encoder_scratch_bytes(const Cuda& dev, int B, int T, int C);
 
-// Host side. The first call counts the ints of a plan for N positions, the second writes the plan.
-// It is plain ints, so that it travels with the batch.
+// On the host: the number of ints in a plan for N positions, and writing one. A plan is plain ints,
+// so that it can be uploaded with the batch.
 size_t encoder_plan_ints(const Cuda& dev, size_t N);
 void encoder_plan(const Cuda& dev, int* plan, const int* tokens, size_t N);
 
@@ -53,7 +53,7 @@ size_t layernorm_scratch_bytes(const Cuda& dev, int C);
 // Matmul (matmul.cu), cuBLASLt with cached plans: out = inp·weightᵀ + bias
 
 // Writes out (N,OC). inp (N,C), weight (OC,C), bias (OC) or null. Adds residual (N,OC), which may
-// be out, unless that is null.
+// be the same as out, unless it is null.
 template <class X>
 void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N,
                     int C, int OC, const X* residual = nullptr);
@@ -82,9 +82,9 @@ void matmul_activation_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* ou
                                 int OC);
 size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC);
 
-// The bias gradient of the matmul that makes q, k and v, whose output gradient is dqkv (N,3C). The
-// projection behind attention has the weight projw (C,C) and the bias gradient dprojb (C). Only q's
-// part needs a sum over dqkv.
+// The bias gradient of the matmul that computes q, k and v, whose output gradient is dqkv (N,3C).
+// The projection after attention has the weight projw (C,C) and the bias gradient dprojb (C). Only
+// q's part needs a sum over dqkv.
 //   dqkvb[0, C)    q: adds the sum of dq's rows.
 //   dqkvb[C, 2C)   k: always zero, not touched. Adding the same vector to every key shifts a row's
 //                  logits equally, which softmax ignores.
@@ -114,16 +114,16 @@ size_t activation_scratch_bytes(const Cuda& dev, int C);
 // -------------------------------------------------------------------------------------------------
 // Classifier (classifier.cu): logits = inp·weightᵀ, and softmax cross-entropy over them
 
-// Writes losses (N) = −log softmax(logits)[target]. inp (N,C), weight (Vp,C). If dloss != 0 it
-// prepares for the backward call, whose dlogits (N,Vp) and scratch must be these. A target outside
-// [0, V) makes its loss and its gradients NaN. Needs cross_entropy_scratch_bytes() of scratch.
-// Pointers to X are aligned to 16 bytes if X is bf16.
+// Writes losses (N) = −log softmax(logits)[target]. inp (N,C), weight (Vp,C). If dloss != 0, it
+// also prepares for cross_entropy_backward, which must get the same dlogits (N,Vp) and scratch. A
+// target outside [0, V) makes its loss and its gradients NaN. Needs cross_entropy_scratch_bytes()
+// of scratch. Pointers to X must be aligned to 16 bytes if X is bf16.
 template <class X>
 void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp,
                    const X* weight, const int* targets, float dloss, size_t N, int C, int V,
                    int Vp);
-// dweight and dinp as matmul_backward. dlogits is the logits' gradient, except that a row may have
-// a scale in scratch.
+// Writes dinp and adds into or writes dweight, as matmul_backward does. dlogits is the gradient of
+// the logits, except that the scales of its rows may be in scratch.
 template <class X>
 void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch,
                             const X* dlogits, const X* inp, const X* weight, size_t N, int C,
@@ -132,8 +132,8 @@ template <class X>
 size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp);
 
 // Writes losses (N) = −log softmax(logits)[target]. If dloss != 0 it overwrites logits (N,Vp) with
-// their gradient dloss·(softmax − onehot), zero in the padding columns [V, Vp). If dloss == 0 it
-// leaves them alone. A target outside [0, V) makes its loss and gradient NaN.
+// their gradient dloss·(softmax − onehot), which is zero in the padding columns [V, Vp). If dloss
+// == 0, logits are not changed. A target outside [0, V) makes its loss and gradient NaN.
 template <class X>
 void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss,
                 size_t N, int V, int Vp);
@@ -143,35 +143,35 @@ void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, f
 
 // Writes out[0] = scale · Σ x. Deterministic. Needs reduce_scratch_bytes() of scratch.
 void reduce_sum(const Cuda& dev, float* out, void* scratch, const float* x, float scale, size_t n);
-// Writes out[0] = √Σ x². Deterministic. NaN and inf come through. Needs reduce_scratch_bytes() of
-// scratch.
+// Writes out[0] = √Σ x², which is not finite if an x is not. Deterministic. Needs
+// reduce_scratch_bytes() of scratch.
 void global_norm(const Cuda& dev, float* out, void* scratch, const float* x, size_t n);
 size_t reduce_scratch_bytes(const Cuda& dev);
 
-// Returns how many elements are NaN or ±inf. Waits for the device, so only for error reports. Needs
-// 8 bytes of scratch.
+// Returns how many elements are NaN or ±inf. Waits for the device, so it is only for error reports.
+// Needs 8 bytes of scratch.
 template <class X>
 size_t count_nonfinite(const Cuda& dev, void* scratch, const X* x, size_t n);
-// A hash of 4-byte words and their places, 0 if all words are 0. Waits for the device. Needs 8
-// bytes of scratch.
+// Returns a hash of x's 4-byte words and their positions, which is 0 if all words are 0. Waits for
+// the device. Needs 8 bytes of scratch.
 uint64_t checksum(const Cuda& dev, void* scratch, const void* x, size_t bytes);
 
-// One AdamW step (Loshchilov & Hutter 2019, Algorithm 2) over all ranges in one launch. Updates
-// master, m and v, and writes params. If X is bf16 params are rounded stochastically. If X is float
-// params are the master, and `master` is ignored. In a step the random bits depend only on an
-// element's place in params. So ranks that each update a share write the same as one rank that
-// updates all. norm is the gradient's global norm, one float on the device. If it is not finite
-// nothing is updated.
+// One AdamW step (Loshchilov & Hutter 2019, Algorithm 2) over all ranges, in one launch. Updates
+// master, m and v, and writes params. If X is bf16, params are rounded stochastically. If X is
+// float, params are the master weights, and `master` is ignored. Within a step, the random bits
+// depend only on an element's index in params, so that several ranks, each of which updates a
+// shard, write the same as a single rank that updates all. norm is the gradient's global norm, one
+// float on the device. If it is not finite, nothing is updated.
 template <class X>
 void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v, const float* grads,
                   const float* norm, const ParamRange* ranges, int num_ranges, const AdamW& hyper);
 
 // -------------------------------------------------------------------------------------------------
-// What parameters start from (parameters.cu)
+// Initial values of parameters (parameters.cu)
 
 // Writes x[i] = mean + sigma·z, rounded to float and then to X. z is a standard normal number that
-// depends on seed and first + i alone. The CPU's may differ by one unit in the last place of a
-// float.
+// depends only on seed and first + i. The CPU's result may differ by one unit in the last place of
+// a float.
 template <class X>
 void init_normal(const Cuda& dev, X* x, size_t n, double mean, double sigma, uint64_t seed,
                  size_t first);

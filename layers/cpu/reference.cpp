@@ -1,15 +1,15 @@
-// Every layer as plain loops: the specification of the kernels, their fp64 oracle, and the trainer
-// without a GPU.
+// Every layer as plain loops: the specification of the kernels, their fp64 oracle, and what trains
+// on a machine without a GPU.
 //
-// Each function is its formula. Three conventions hold throughout:
-//   - A parallel loop runs over outputs. One thread does all of an output's sum in a fixed order,
-//     so results do not depend on the number of threads. Sums over rows (weight gradients) run in
-//     parallel over slices of columns.
-//   - Sums are kept in A = Acc<X>, here X itself. Only the reductions, over millions of terms, use
-//     double.
-//   - `omp simd reduction` gives a sum one part per vector lane, which C++ alone forbids. The order
-//     is fixed.
-// The exception to plainness is add_product, the matrix product, which has to be fast.
+// Each function follows its formula. Three conventions hold throughout:
+//   - Parallel loops run over outputs. A single thread computes all of an output's sum, in a fixed
+//     order, so results do not depend on the number of threads. Sums over rows (weight gradients)
+//     run in parallel over slices of columns.
+//   - Sums are kept in A = Acc<X>, which here is X itself. Only the reductions, which have millions
+//     of terms, use double.
+//   - `omp simd reduction` splits a sum into one part per vector lane, which plain C++ does not
+//     allow. The order is still fixed.
+// Only add_product, the matrix product, is not plain, because it has to be fast.
 #include "layers/cpu/reference.h"
 
 #include <omp.h>
@@ -23,9 +23,9 @@
 
 #include "common/threads.h"
 
-// glibc has exp for whole vectors, and g++ uses it in simd loops because of these declarations. Its
-// last bit may differ from the scalar exp of a loop's remainder. So the parallel loops run over
-// blocks of a fixed size, whatever the number of threads.
+// glibc has an exp for whole vectors, which g++ uses in simd loops if exp is declared like this.
+// Its last bit may differ from that of the scalar exp, which computes a loop's remainder. So the
+// parallel loops run over blocks of kBlock elements, whatever the number of threads.
 #if defined(__GLIBC__) && defined(__x86_64__)
 extern "C" __attribute__((simd("notinbranch"))) float expf(float) noexcept;
 extern "C" __attribute__((simd("notinbranch"))) double exp(double) noexcept;
@@ -55,8 +55,8 @@ void* Cpu::alloc(size_t bytes) const {
     return p;
 }
 
-// In a sum over rows one thread takes this many columns at a time. They are whole cache lines, and
-// enough to vectorise.
+// In a sum over rows, a thread handles this many columns at a time: whole cache lines, and enough
+// to vectorise.
 constexpr int kSlice = 64;
 
 // -------------------------------------------------------------------------------------------------
@@ -91,11 +91,14 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
 
 // -------------------------------------------------------------------------------------------------
 // Layer norm (Ba, Kiros & Hinton 2016):
-//   x̂ = (x − mean)·rstd,  rstd = 1/√(variance + eps)
-//   out = weight·x̂ + bias
+//   rstd = 1/√(variance + eps)
+//   x̂    = (x − mean)·rstd
+//   out  = weight·x̂ + bias
 //
 // Backward, with dx̂ = weight·dout and avg the mean over the row:
-//   dx = rstd·(dx̂ − avg(dx̂) − x̂·avg(dx̂·x̂));  dweight = Σ_n dout·x̂;  dbias = Σ_n dout
+//   dx      = rstd·(dx̂ − avg(dx̂) − x̂·avg(dx̂·x̂))
+//   dweight = Σ_n dout·x̂
+//   dbias   = Σ_n dout
 
 template <class X>
 void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp,
@@ -106,15 +109,17 @@ void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* 
     for (size_t n = 0; n < N; n++) {
         const X* x = inp + n * C;
         A sum = 0;
-        A squares = 0;  // two passes, because E[x²] − E[x]² would cancel
 #pragma omp simd reduction(+ : sum)
         for (int c = 0; c < C; c++)
             sum += x[c];
         const A mu = sum / C;
+
+        A squares = 0;  // in a pass of its own, because E[x²] − E[x]² would cancel
 #pragma omp simd reduction(+ : squares)
         for (int c = 0; c < C; c++)
             squares += (x[c] - mu) * (x[c] - mu);
         const A r = 1 / std::sqrt(squares / C + eps);
+
         for (int c = 0; c < C; c++)
             out[n * C + c] = weight[c] * ((x[c] - mu) * r) + bias[c];
         mean[n] = mu;
@@ -132,6 +137,7 @@ static void add_columns(A* sum, size_t N, int C, Term term) {
         for (size_t n = 0; n < N; n++)
             for (int c = 0; c < width; c++)
                 slice[c] += term(n, c0 + c);
+
         for (int c = 0; c < width; c++)
             sum[c0 + c] += slice[c];
     }
@@ -148,6 +154,7 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
         const X* dy = dout + n * C;
         const A mu = mean[n];
         const A r = rstd[n];
+
         A avg = 0;    // of dx̂
         A avg_x = 0;  // of dx̂·x̂
 #pragma omp simd reduction(+ : avg, avg_x)
@@ -157,9 +164,11 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
         }
         avg /= C;
         avg_x /= C;
+
         for (int c = 0; c < C; c++)
             dinp[n * C + c] += r * (weight[c] * dy[c] - avg - (x[c] - mu) * r * avg_x);
     }
+
     add_columns(dweight, N, C, [=](size_t n, int c) {
         return dout[n * C + c] * ((inp[n * C + c] - mean[n]) * rstd[n]);
     });
@@ -169,23 +178,31 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
 }
 
 // -------------------------------------------------------------------------------------------------
-// Matmul: out = inp·weightᵀ + bias;  dinp = dout·weight, dweight = doutᵀ·inp
+// Matmul:
+//   out     = inp·weightᵀ + bias
+//   dinp    = dout·weight
+//   dweight = doutᵀ·inp
 
-// A matrix read through strides: element (i, j) is p[i·row + j·col].
 namespace {
+// A matrix with any strides: element (i, j) is p[i·row_stride + j·col_stride].
 template <class X>
 struct Matrix {
     const X* p;
-    size_t row;
-    size_t col;
+    size_t row_stride;
+    size_t col_stride;
 
-    const X& at(size_t i, size_t j) const { return p[i * row + j * col]; }
-    Matrix from(size_t i, size_t j) const { return {.p = &at(i, j), .row = row, .col = col}; }
-    Matrix transposed() const { return {.p = p, .row = col, .col = row}; }
+    const X& at(size_t i, size_t j) const { return p[i * row_stride + j * col_stride]; }
+    Matrix from(size_t i, size_t j) const {  // without the first i rows and j columns
+        return {.p = &at(i, j), .row_stride = row_stride, .col_stride = col_stride};
+    }
+    Matrix transposed() const {
+        return {.p = p, .row_stride = col_stride, .col_stride = row_stride};
+    }
 };
+
 template <class X>
 Matrix<X> row_major(const X* p, int columns) {
-    return {.p = p, .row = size_t(columns), .col = 1};
+    return {.p = p, .row_stride = size_t(columns), .col_stride = 1};
 }
 
 struct Product {  // (M,N) = (M,K)·(K,N)
@@ -195,8 +212,8 @@ struct Product {  // (M,N) = (M,K)·(K,N)
 };
 }  // namespace
 
-// Copies m's first `depth` rows, `width` columns wide, into a contiguous strip. Its rows have W ≥
-// width elements and end in zeros.
+// Copies the first `width` columns of m's first `depth` rows to a contiguous strip. Its rows have W
+// ≥ width elements, the rest of which are zeros.
 template <size_t W, class Row, class X>
 static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
     for (size_t k = 0; k < depth; k++)
@@ -204,19 +221,21 @@ static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
             strip[k][w] = w < width ? m.at(k, w) : X(0);
 }
 
-// c += a·b for c (M,N) row-major, a (M,K), b (K,N). All three products of the layer are this one
-// with different strides.
+// c += a·b for c (M,N) row-major, a (M,K), b (K,N). All three products of a linear layer are this
+// one, with different strides.
 //
-// The innermost loop keeps Mr × Nr sums of c in vector registers. For each k it adds the outer
+// The innermost loop keeps a tile of Mr × Nr sums in vector registers. For each k it adds the outer
 // product of Mr scalars of a and one cache line of b. The compiler splits that line into as many
-// registers as the instruction set needs, so the sums take 6 registers of AVX-512 or 12 of AVX's
-// 16. The loop reads packed strips of a and b, Kc deep. A strip of b (16 KiB) stays in L1 while Mc
-// rows of a go by. These rows are packed once for all of b's Nc columns.
+// registers as the instruction set needs, so the sums occupy 6 registers of AVX-512, or 12 of AVX's
+// 16. The loop reads packed strips of a and b, which are Kc deep. A strip of b (16 KiB) stays in L1
+// while it is multiplied with Mc rows of a, and those rows are packed once for all of the Nc
+// columns of b.
 template <class X>
 static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) {
     const size_t M = product.M;
     const size_t N = product.N;
     const size_t K = product.K;
+
     constexpr size_t Mr = 6;
     constexpr size_t Nr = 64 / sizeof(X);
     constexpr size_t Mc = 4 * Mr;
@@ -228,6 +247,7 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) 
     struct alignas(64) BStrip {
         X at[Kc][Nr];
     };
+
     std::vector<BStrip> b_strips((std::min(N, Nc) + Nr - 1) / Nr);
     for (size_t j0 = 0; j0 < N; j0 += Nc)
         for (size_t k0 = 0; k0 < K; k0 += Kc) {
@@ -236,6 +256,7 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) 
 #pragma omp parallel for
             for (size_t j = j0; j < j1; j += Nr)
                 pack<Nr>(b_strips[(j - j0) / Nr].at, b.from(k0, j), depth, std::min(Nr, N - j));
+
 #pragma omp parallel for
             for (size_t i0 = 0; i0 < M; i0 += Mc) {
                 const size_t i1 = std::min(i0 + Mc, M);
@@ -243,17 +264,21 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, const Product& product) 
                 for (size_t i = i0; i < i1; i += Mr)
                     pack<Mr>(a_strips[(i - i0) / Mr].at, a.from(i, k0).transposed(), depth,
                              std::min(Mr, M - i));
+
                 for (size_t j = j0; j < j1; j += Nr)
                     for (size_t i = i0; i < i1; i += Mr) {
                         const AStrip& a_strip = a_strips[(i - i0) / Mr];
                         const BStrip& b_strip = b_strips[(j - j0) / Nr];
+
                         X sums[Mr][Nr] = {};
                         for (size_t k = 0; k < depth; k++)
                             for (size_t r = 0; r < Mr; r++)
 #pragma omp simd
                                 for (size_t w = 0; w < Nr; w++)
                                     sums[r][w] += a_strip.at[k][r] * b_strip.at[k][w];
-                        // a copy, because indexing by variables would force `sums` out of registers
+
+                        // A copy, because indexing `sums` by variables would force it out of
+                        // registers.
                         X tile[Mr][Nr];
                         std::memcpy(tile, sums, sizeof sums);
                         for (size_t r = 0; r < std::min(Mr, M - i); r++)
@@ -271,6 +296,7 @@ void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* 
     for (size_t n = 0; n < N; n++)
         for (int o = 0; o < OC; o++)
             out[n * OC + o] = (bias ? bias[o] : X(0)) + (residual ? residual[n * OC + o] : X(0));
+
     add_product(out, row_major(inp, C), row_major(weight, C).transposed(),
                 {.M = N, .N = size_t(OC), .K = size_t(C)});
 }
@@ -291,12 +317,13 @@ void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, co
 }
 
 // -------------------------------------------------------------------------------------------------
-// The activation f, which is GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016):
-// f(x) = ½x(1 + tanh u) with u = √(2/π)·(x + 0.044715 x³)
+// The activation f, which is GELU in its tanh form, as in GPT-2 (Hendrycks & Gimpel 2016):
+//   f(x) = ½x(1 + tanh u),   u = √(2/π)·(x + 0.044715 x³)
 //
-// ½(1 + tanh u) = σ(2u) = 1/(1 + e^{−2u}): one exponential, and no cancellation for large negative
-// x. With s = σ(2u):
-//   f(x) = x·s;  f'(x) = s + x·s(1 − s)·2u'
+// As ½(1 + tanh u) = σ(2u) = 1/(1 + e^{−2u}), one exponential is enough, and nothing cancels for
+// large negative x. With s = σ(2u):
+//   f(x)  = x·s
+//   f'(x) = s + x·s(1 − s)·2u'
 
 template <class A>
 static A two_u(A x) {
@@ -333,19 +360,24 @@ void activation_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void
     const size_t n = N * C;
     if (out)
         activation_forward(dev, out, inp, n);
+
 #pragma omp parallel for
     for (size_t i0 = 0; i0 < n; i0 += kBlock)
 #pragma omp simd
         for (size_t i = i0; i < std::min(i0 + kBlock, n); i++)
             dinp[i] = dout[i] * activation_derivative(inp[i]);
+
     add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
 }
 
 // -------------------------------------------------------------------------------------------------
-// Attention, one row (query) at a time: s = scale·Kq over the keys the query sees, lse = log Σ exp
-// s, p = exp(s − lse), out = Vᵀp
+// Attention, one row (query) at a time, over the keys that the query sees:
+//   s   = scale·Kq
+//   lse = log Σ exp s
+//   p   = exp(s − lse)
+//   out = Vᵀp
 //
-// Backward (Dao et al. 2022, appendix B.4) takes p from the kept lse, and D = do·o:
+// Backward (Dao et al. 2022, appendix B.4) recomputes p from the stored lse. With D = do·o:
 //   dp_j  = do·v_j
 //   ds_j  = p_j (dp_j − D)
 //   dq   += scale·ds_j k_j
@@ -382,21 +414,23 @@ struct SoftmaxOfRow {
 template <class A>
 static SoftmaxOfRow<A> exponentials(A* s, int n) {
     A max = -std::numeric_limits<A>::infinity();
-    A sum = 0;
 #pragma omp simd reduction(max : max)
     for (int j = 0; j < n; j++)
         max = std::max(max, s[j]);
+
 #pragma omp simd
     for (int j = 0; j < n; j++)
         s[j] = std::exp(s[j] - max);
+
+    A sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++)
         sum += s[j];
     return {.max = max, .sum = sum};
 }
 
-// Calls f(HS). The usual head sizes are compile-time constants, so that a row of q, o or dq stays
-// in registers.
+// Calls f(HS). The usual head sizes are passed as compile-time constants, so that a row of q, o or
+// dq is kept in registers.
 constexpr int kMaxHeadSize = 256;
 template <class F>
 static void with_head_size(int HS, F f) {
@@ -409,8 +443,8 @@ static void with_head_size(int HS, F f) {
     f(HS);
 }
 
-// Calls f(b, h, row, memory) for every row of every head, in parallel. A thread's rows share memory
-// for n numbers.
+// Calls f(b, h, row, memory) for every row of every head, in parallel. `memory` is room for n
+// numbers, which the rows of a thread share.
 template <class X, class F>
 static void for_each_row(const AttentionShape& s, int rows, int n, F f) {
 #pragma omp parallel
@@ -423,15 +457,18 @@ static void for_each_row(const AttentionShape& s, int rows, int n, F f) {
                     f(b, h, row, memory.data());
     }
 }
-// Query i sees so many keys, the first ones.
+
+// Query i sees this many keys, the first ones.
 static int keys_seen(const AttentionShape& s, int i) {
     return s.causal ? i + s.shift() + 1 : s.Tk;
 }
-// The first query that sees key j. All later ones do, too.
+
+// The first query that sees key j. All later ones see it, too.
 static int first_query(const AttentionShape& s, int j) {
     return s.causal ? std::max(0, j - s.shift()) : 0;
 }
-// 1/√HS with all of X's digits, unless the shape says otherwise.
+
+// 1/√HS in X's precision, unless the shape has another scale.
 template <class X>
 static X scale_of(const AttentionShape& s) {
     return s.scale != 0 ? X(s.scale) : 1 / std::sqrt(X(s.HS));
@@ -449,6 +486,7 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
     check_call(kAttentionLimits<X>, c);
     const AttentionShape& s = c.s;
     const X scale = scale_of<X>(s);
+
     with_head_size(s.HS, [&](auto HS) {
         for_each_row<X>(s, s.Tq, s.Tk, [&](int b, int h, int i, X* p) {
             const int keys = keys_seen(s, i);
@@ -474,74 +512,101 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
     });
 }
 
+namespace {
+// D = do·o for every query of every head.
+template <class X>
+class Dots {
+  public:
+    explicit Dots(const AttentionShape& s)
+        : NH_(s.NH), Tq_(s.Tq), values_(size_t(s.B) * s.NH * s.Tq) {}
+    X& at(int b, int h, int i) { return values_[(size_t(b) * NH_ + h) * Tq_ + i]; }
+
+  private:
+    int NH_;
+    int Tq_;
+    std::vector<X> values_;
+};
+}  // namespace
+
+// Writes dq and D. A query's dq is a sum over the keys that it sees.
+template <class X, class Size>
+static void query_gradients(const AttentionBackward<X>& c, Size HS, X scale, Dots<X>& D) {
+    const AttentionShape& s = c.s;
+    for_each_row<X>(s, s.Tq, s.Tk, [&](int b, int h, int i, X* p) {
+        const int keys = keys_seen(s, i);
+        const X* q_i = c.q.row(b, i, h, HS);
+        const X* do_i = c.dout.row(b, i, h, HS);
+        const X D_i = dot(do_i, c.out.row(b, i, h, HS), HS);
+        D.at(b, h, i) = D_i;
+
+        const size_t head = size_t(b) * s.NH + h;
+        const X L = c.lse.ptr[head * c.lse.head_stride + i];
+        for (int j = 0; j < keys; j++)
+            p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
+        if (c.lse_rest.ptr)
+            for (int j = 0; j < keys; j++)
+                p[j] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
+#pragma omp simd
+        for (int j = 0; j < keys; j++)
+            p[j] = std::exp(p[j]);
+
+        X dq_i[kMaxHeadSize] = {};
+        for (int j = 0; j < keys; j++) {
+            const X ds = p[j] * (dot(do_i, c.v.row(b, j, h, HS), HS) - D_i);
+            axpy<X>(dq_i, scale * ds, c.k.row(b, j, h, HS), HS);
+        }
+        std::copy_n(dq_i, HS, c.dq.row(b, i, h, HS));
+    });
+}
+
+// Writes dk and dv. A key's are sums over the queries that see it.
+template <class X, class Size>
+static void key_gradients(const AttentionBackward<X>& c, Size HS, X scale, Dots<X>& D) {
+    const AttentionShape& s = c.s;
+    for_each_row<X>(s, s.Tk, s.Tq, [&](int b, int h, int j, X* p) {
+        const int first = first_query(s, j);
+        const X* k_j = c.k.row(b, j, h, HS);
+        const X* v_j = c.v.row(b, j, h, HS);
+
+        const size_t head = size_t(b) * s.NH + h;
+        for (int i = first; i < s.Tq; i++)
+            p[i] = scale * dot(c.q.row(b, i, h, HS), k_j, HS) -
+                   c.lse.ptr[head * c.lse.head_stride + i];
+        if (c.lse_rest.ptr)
+            for (int i = first; i < s.Tq; i++)
+                p[i] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
+#pragma omp simd
+        for (int i = first; i < s.Tq; i++)
+            p[i] = std::exp(p[i]);
+
+        X dk_j[kMaxHeadSize] = {};
+        X dv_j[kMaxHeadSize] = {};
+        for (int i = first; i < s.Tq; i++) {
+            const X* do_i = c.dout.row(b, i, h, HS);
+            const X ds = p[i] * (dot(do_i, v_j, HS) - D.at(b, h, i));
+            axpy<X>(dk_j, scale * ds, c.q.row(b, i, h, HS), HS);
+            axpy<X>(dv_j, p[i], do_i, HS);
+        }
+        std::copy_n(dk_j, HS, c.dk.row(b, j, h, HS));
+        std::copy_n(dv_j, HS, c.dv.row(b, j, h, HS));
+    });
+}
+
 template <class X>
 void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
     check_call(kAttentionLimits<X>, c);
-    const AttentionShape& s = c.s;
-    const X scale = scale_of<X>(s);
-    // D(b, h, i) = do_i·o_i
-    std::vector<X> D(size_t(s.B) * s.NH * s.Tq);
-    const auto at = [&](int b, int h, int i) { return (size_t(b) * s.NH + h) * s.Tq + i; };
-    with_head_size(s.HS, [&](auto HS) {
-        // A query's dq is a sum over the keys that it sees.
-        for_each_row<X>(s, s.Tq, s.Tk, [&](int b, int h, int i, X* p) {
-            const int keys = keys_seen(s, i);
-            const X* q_i = c.q.row(b, i, h, HS);
-            const X* do_i = c.dout.row(b, i, h, HS);
-            const X D_i = dot(do_i, c.out.row(b, i, h, HS), HS);
-            D[at(b, h, i)] = D_i;
-            const size_t head = size_t(b) * s.NH + h;
-            const X L = c.lse.ptr[head * c.lse.head_stride + i];
-            for (int j = 0; j < keys; j++)
-                p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
-            if (c.lse_rest.ptr)
-                for (int j = 0; j < keys; j++)
-                    p[j] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
-#pragma omp simd
-            for (int j = 0; j < keys; j++)
-                p[j] = std::exp(p[j]);
-
-            X dq_i[kMaxHeadSize] = {};
-            for (int j = 0; j < keys; j++) {
-                const X ds = p[j] * (dot(do_i, c.v.row(b, j, h, HS), HS) - D_i);
-                axpy<X>(dq_i, scale * ds, c.k.row(b, j, h, HS), HS);
-            }
-            std::copy_n(dq_i, HS, c.dq.row(b, i, h, HS));
-        });
-        // A key's dk and dv are sums over the queries that see it.
-        for_each_row<X>(s, s.Tk, s.Tq, [&](int b, int h, int j, X* p) {
-            const int first = first_query(s, j);
-            const X* k_j = c.k.row(b, j, h, HS);
-            const X* v_j = c.v.row(b, j, h, HS);
-            const size_t head = size_t(b) * s.NH + h;
-            for (int i = first; i < s.Tq; i++)
-                p[i] = scale * dot(c.q.row(b, i, h, HS), k_j, HS) -
-                       c.lse.ptr[head * c.lse.head_stride + i];
-            if (c.lse_rest.ptr)
-                for (int i = first; i < s.Tq; i++)
-                    p[i] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
-#pragma omp simd
-            for (int i = first; i < s.Tq; i++)
-                p[i] = std::exp(p[i]);
-
-            X dk_j[kMaxHeadSize] = {};
-            X dv_j[kMaxHeadSize] = {};
-            for (int i = first; i < s.Tq; i++) {
-                const X* do_i = c.dout.row(b, i, h, HS);
-                const X ds = p[i] * (dot(do_i, v_j, HS) - D[at(b, h, i)]);
-                axpy<X>(dk_j, scale * ds, c.q.row(b, i, h, HS), HS);
-                axpy<X>(dv_j, p[i], do_i, HS);
-            }
-            std::copy_n(dk_j, HS, c.dk.row(b, j, h, HS));
-            std::copy_n(dv_j, HS, c.dv.row(b, j, h, HS));
-        });
+    const X scale = scale_of<X>(c.s);
+    Dots<X> D(c.s);
+    with_head_size(c.s.HS, [&](auto HS) {
+        query_gradients(c, HS, scale, D);
+        key_gradients(c, HS, scale, D);
     });
 }
 
 // -------------------------------------------------------------------------------------------------
 // Classifier:
 //   loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target]
-//   dx = dloss·(softmax(x) − onehot)
+//   dx   = dloss·(softmax(x) − onehot)
 
 template <class X>
 void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N,
@@ -556,12 +621,15 @@ void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < V; i++)
             sum += std::exp(x[i] - max);
+
+        // A target outside the vocabulary makes the loss and the gradient NaN, so that the
+        // optimizer does not update anything.
         const bool valid = target >= 0 && target < V;
-        // makes the norm NaN: no update
         const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();
         losses[n] = checked * (std::log(sum) + max - x[valid ? target : 0]);
         if (dloss == 0)
             continue;
+
 #pragma omp simd
         for (int i = 0; i < V; i++)
             x[i] = checked * dloss * (std::exp(x[i] - max) / sum - (i == target));
@@ -570,7 +638,7 @@ void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X
 }
 
 // -------------------------------------------------------------------------------------------------
-// Reductions: one thread each, in double
+// Reductions, each by a single thread and in double
 
 template <class A>
 void reduce_sum(const Cpu&, A* out, void*, const A* x, A scale, size_t n) {
@@ -613,14 +681,16 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     using A = Acc<X>;
     if (!std::isfinite(*norm))
         return;
+
     const A clip = hyper.max_norm > 0 ? std::min(A(1), A(hyper.max_norm) / *norm) : A(1);
     const A lr = hyper.lr;
     const A beta1 = hyper.beta1;
     const A beta2 = hyper.beta2;
     const A eps = hyper.eps;
-    // In double, because 1 − βᵗ cancels for small t.
-    const A correction1 = A(1 - std::pow(double(hyper.beta1), hyper.step));
-    const A correction2 = A(1 - std::pow(double(hyper.beta2), hyper.step));
+    // 1 − βᵗ, in double, because it cancels for small t.
+    const A bias_correction1 = A(1 - std::pow(double(hyper.beta1), hyper.step));
+    const A bias_correction2 = A(1 - std::pow(double(hyper.beta2), hyper.step));
+
     for (const ParamRange* range = ranges; range < ranges + num_ranges; range++) {
         const A decay = range->decay ? hyper.weight_decay : 0;
         for (size_t piece = 0; piece < range->pieces; piece++) {
@@ -633,8 +703,8 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
                 const A g = clip * grads[s];
                 m[s] = beta1 * m[s] + (1 - beta1) * g;
                 v[s] = beta2 * v[s] + (1 - beta2) * g * g;
-                const A m_hat = m[s] / correction1;
-                const A v_hat = v[s] / correction2;
+                const A m_hat = m[s] / bias_correction1;
+                const A v_hat = v[s] / bias_correction2;
                 params[i] -= lr * (m_hat / (std::sqrt(v_hat) + eps) + decay * params[i]);
             }
         }

@@ -1,12 +1,12 @@
-// The backend seam, CPU side: the same list of layers as layers/layers.h, as plain loops.
+// The CPU side of the backend seam: the same list of layers as in layers/layers.h, as plain loops.
 //
-// It is three things: the executable specification, the oracle of every kernel test (X = double),
-// and the trainer of a machine without a GPU (X = float, OpenMP). No sum is split between threads,
-// so results do not depend on their number. A run is bit-exact wherever the compiler's arithmetic
-// is.
+// These are the executable specification, the oracle of every kernel test (X = double), and what
+// trains on a machine without a GPU (X = float, with OpenMP). No sum is split between threads, so
+// results do not depend on how many there are. Two runs give the same bits wherever the compiler
+// generates the same arithmetic.
 //
-// Shapes, "writes" and "adds into" are as in layers/layers.h. All pointers are host memory.
-// A = Acc<X> is X itself, double or float. Scratch arguments exist only to match the GPU's
+// Shapes, "writes" and "adds into" mean the same as in layers/layers.h. All pointers are host
+// memory. Acc<X> is X itself, double or float. Scratch arguments exist only to match the GPU's
 // signatures.
 #pragma once
 #include <cstdlib>
@@ -22,10 +22,11 @@
 #include "data/file.h"
 
 struct Cpu {
-    // A single rank's. The program has several only on GPUs, and tests as threads
-    // (dev/common/thread_comm.h).
+    // Communication of a single rank. Only on GPUs can the program have several; tests have several
+    // on the CPU, as threads (dev/common/thread_comm.h).
     struct Comm {
-        static constexpr int rank = 0, size = 1;
+        static constexpr int rank = 0;
+        static constexpr int size = 1;
         template <class... A>
         explicit Comm(const A&...) {}
         void fork() {}
@@ -48,12 +49,15 @@ struct Cpu {
         void host_all_gather(void*, size_t) {}
         std::string error() const { return ""; }
     };
-    struct Graph {  // has CudaGraph's interface and just runs the work
+
+    // CudaGraph's interface. It just runs the work.
+    struct Graph {
         template <class Work>
         void run(const Cpu&, Work work) {
             work();
         }
     };
+
     explicit Cpu(int threads = 0);  // 0: available_threads()
 
     void* alloc(size_t bytes) const;  // 64-byte aligned; throws Error
@@ -80,7 +84,7 @@ struct Cpu {
     size_t total_bytes = 0;  // physical memory
     bool tf32 = false;
 
-    // No layer needs scratch, and the encoder's plan is the token list itself.
+    // No layer needs scratch, and the encoder's plan is just the list of tokens.
     friend size_t encoder_scratch_bytes(const Cpu&, int, int, int) { return 0; }
     friend size_t encoder_plan_ints(const Cpu&, size_t N) { return N; }
     friend void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) {
@@ -114,7 +118,7 @@ void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* 
 template <class X>
 void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC, bool accumulate = true);
-// Adds up all rows of dqkv. The GPU has a shorter way.
+// Sums all rows of dqkv, which the GPU's version avoids.
 template <class X>
 void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Acc<X>*, const X*,
                        size_t N, int C) {
@@ -143,13 +147,13 @@ void matmul_activation_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* ou
     activation_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
-// A call as attention/call.h describes it, row by row with no T×T buffer. It is the oracle of the
-// attention tests, and takes any HS ≤ 256. A scale of 0 means 1/√HS exactly in X.
+// A call as attention/call.h describes it, computed row by row, without a T×T buffer, for any HS ≤
+// 256. It is the oracle of the attention tests. A scale of 0 means 1/√HS, computed in X.
 template <class X>
 void attention_forward(const Cpu&, const AttentionForward<X>& call);
 template <class X>
 void attention_backward(const Cpu&, const AttentionBackward<X>& call);
-// There is one form of it, so which kernel is ignored.
+// The CPU has only one form of attention, so the kernel's name is ignored.
 template <class X>
 void attention_forward(const Cpu& dev, Attention, const AttentionForward<X>& call) {
     attention_forward(dev, call);
@@ -191,7 +195,7 @@ void check_attention(const Cpu&, Attention kind, int, const AttentionUse& use) {
             "--context-parallel needs --attention flash: naive takes whole sequences only");
 }
 
-// Results of pieces (attention/ring/pieces.h).
+// Merging and adding the results of pieces (attention/ring/pieces.h).
 template <class A>
 void merge(const Cpu&, const AttentionShape& s, HeadsView<A> dst, const Piece<A>& sum,
            const Piece<A>& piece) {
@@ -213,10 +217,11 @@ void add(const Cpu&, const AttentionShape& s, HeadsView<A> dst, HeadsView<Z> a, 
          HeadsView<Z> c = {}) {
     for (int row = 0; row < s.B * s.Tq; row++)
         for (int i = 0; i < s.NH * s.HS; i++) {
-            const auto of = [&](const auto& x) {
-                return x.row(row / s.Tq, row % s.Tq, 0, s.HS) + i;
+            // A token's heads are contiguous, so i runs over all of them.
+            const auto at = [&](const auto& x) -> auto& {
+                return x.row(row / s.Tq, row % s.Tq, 0, s.HS)[i];
             };
-            *of(dst) = *of(a) + (b.ptr ? *of(b) : 0) + (c.ptr ? *of(c) : 0);
+            at(dst) = at(a) + (b.ptr ? at(b) : 0) + (c.ptr ? at(c) : 0);
         }
 }
 
