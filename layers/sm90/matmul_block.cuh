@@ -300,7 +300,7 @@ struct Block {
                     shift[i] = p.shifts[min(row_of(item) + warp * 16 + i * 8 + lane / 4, p.N - 1)];
             wgmma_wait<0>();
             for (int h = 0; h < kParts; h++)
-                wgmma_hold(d[h]);
+                wgmma_fence_operand(d[h]);
             release(previous);
 
             const bf16* bias = p.bias + column_of(item) + (lane % 4) * 2;
