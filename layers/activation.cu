@@ -37,7 +37,7 @@ template <class X, int V, bool Recompute>
 __global__ void __launch_bounds__(kColumnThreads)
     activation_backward_kernel(X* dinp, float* __restrict__ partials, X* __restrict__ out,
                                const X* __restrict__ inp, const X* dout, size_t N, int C) {
-    column_sums<V, 2>(partials, N, C, [=](size_t row, int c, float(&sum)[V]) {
+    column_sums<V, 2>(partials, N, C, [=](size_t row, int c, float (&sum)[V]) {
         const size_t at = row * C + c;
         const auto x = load<V>(inp + at);
         const auto dy = load<V>(dout + at);

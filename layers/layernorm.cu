@@ -483,6 +483,7 @@ size_t layernorm_scratch_bytes(const Cuda& dev, int C) {
     return static_cast<size_t>(backward_blocks(dev, C)) * kSums * C * sizeof(float);
 }
 
+namespace {
 // The operands of a backward call.
 template <class X>
 struct LayernormBackward {
@@ -496,6 +497,7 @@ struct LayernormBackward {
     size_t N;
     int C;
 };
+}  // namespace
 
 // Both return how many rows of partial sums they leave in partials.
 template <int C>

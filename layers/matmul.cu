@@ -209,7 +209,7 @@ template <class X, int V>
 __global__ void __launch_bounds__(kColumnThreads)
     bias_backward_kernel(float* __restrict__ partials, const X* __restrict__ dout, size_t N, int OC,
                          int stride) {
-    column_sums<V, 4>(partials, N, OC, [=](size_t row, int c, float(&sum)[V]) {
+    column_sums<V, 4>(partials, N, OC, [=](size_t row, int c, float (&sum)[V]) {
         const auto dy = load<V>(dout + row * stride + c);
         for (int i = 0; i < V; i++)
             sum[i] += dy[i];
