@@ -192,7 +192,7 @@ void fill_adversarial(const Cuda& dev, void* x, int set, const AdversarialOperan
 
 AutotuneResult autotune(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o, int count,
                         const RunAlgorithm& run) {
-    const AutotuneResult first_wins = {.fastest = 0, .equal = {0}};
+    AutotuneResult first_wins = {.fastest = 0, .equal = {0}};
     const Candidates candidates = {.dev = dev, .product = p, .run = run};
     if (count == 1 || 2. * p.rows * p.cols * p.k < kAutotuneFlops)
         return first_wins;
