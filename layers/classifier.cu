@@ -171,6 +171,34 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts
         shifts[row] = x;
 }
 
+struct RecomputedRow {
+    float largest;  // the row's largest logit, in units of log 2, which is its new c
+    float sum;      // s
+};
+
+// Recomputes a row with its largest logit as c, and writes it to e if dloss != 0. All warps of the
+// block do this together, each some of the logits.
+__device__ __forceinline__ RecomputedRow recompute_row(bf16* e, const Head& h, int row,
+                                                       float dloss) {
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
+    float largest = -INFINITY;
+    float sum = 0.f;
+    for (int v = warp; v < h.V; v += kRowsWarps)
+        largest = fmaxf(largest, h.logit(row, v));
+    largest = block_max(largest);
+
+    for (int v = warp; v < h.V; v += kRowsWarps) {
+        const float x = exp2_approx(h.logit(row, v) - largest);
+        if (lane > 0 || v == h.targets[row])
+            continue;
+        sum += x;
+        if (dloss != 0.f)
+            e[size_t(row) * h.Vp + v] = __float2bfloat16_rn(x);
+    }
+    return {.largest = largest, .sum = block_sum(sum)};
+}
+
 // Finishes the rows of e. sums (tiles, N) are their sums over tiles of kSm90Columns columns. Writes
 // losses and, if dloss != 0, e[target], scales and scaled = scale·inp.
 __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
@@ -190,8 +218,7 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
         sum = isfinite(shifts[row]) ? warp_sum(sum) : NAN;
     }
 
-    // Which warps' rows need another c. All warps of the block recompute such a row together, each
-    // some of its logits.
+    // Which warps' rows need another c.
     __shared__ bool recompute_smem[kRowsWarps];
     if (lane == 0)
         recompute_smem[warp] =
@@ -200,26 +227,10 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     for (int w = 0; w < kRowsWarps; w++) {
         if (!recompute_smem[w])
             continue;
-
-        float largest = -INFINITY;
-        float others = 0.f;
-        for (int v = warp; v < h.V; v += kRowsWarps)
-            largest = fmaxf(largest, h.logit(first + w, v));
-        largest = block_max(largest);
-
-        for (int v = warp; v < h.V; v += kRowsWarps) {
-            const float x = exp2_approx(h.logit(first + w, v) - largest);
-            if (lane > 0 || v == h.targets[first + w])
-                continue;
-            others += x;
-            if (dloss != 0.f)
-                e[size_t(first + w) * h.Vp + v] = __float2bfloat16_rn(x);
-        }
-        others = block_sum(others);
-
+        const RecomputedRow again = recompute_row(e, h, first + w, dloss);
         if (warp == w) {
-            sum = others;
-            above = largest - shifts[row];
+            sum = again.sum;
+            above = again.largest - shifts[row];
             at_target = exp2_approx(-above);
         }
     }
