@@ -1,18 +1,18 @@
 // GPT-2 training, top to bottom: tensors → forward → backward → update → training → main.
 //
 //   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
-//   ./train_gpt2cu --help                        every option
+//   ./train_gpt2cu --help                        lists every option
 //
-// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu
-// (layers/cpu), and both have the same layer calls. `X` is the type in which weights and
-// activations are stored. On CUDA it is bf16 or float. On the CPU it is float, and in tests also
-// double. Sums, statistics, gradients of weights and optimizer state have the type A = Acc<X>. What
-// surrounds the step (options, batches, checkpoints, validation, samples, the log) is in run/.
+// The model is written once, for two backends and several types. `Dev` is the backend: Cuda
+// (layers/, attention/) or Cpu (layers/cpu), which implement the same layer calls. `X` is the type
+// in which weights and activations are stored: bf16 or float on CUDA, float on the CPU, and in
+// tests also double. `A` = Acc<X> is the type of sums, statistics, gradients of weights and
+// optimizer state. Everything around the step (options, batches, checkpoints, validation, samples,
+// the log) is in run/.
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
-#include <climits>
 #include <cstdio>
 #include <future>
 #include <map>
@@ -38,12 +38,14 @@
 #include "attention/ring/ring.h"
 
 // =================================================================================================
-// Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part.
-// Config (run/checkpoint_files.h) has the sizes that a model file begins with: L layers, NH heads,
-// C channels, V tokens, max_T positions.
+// Tensors, one line each (run/tensors.h). each() lists a tensor that every layer has, once() a
+// tensor of the whole model. The struct's pointers are those of one layer.
+//
+// Config (run/checkpoint_files.h) has a model's sizes: L layers, NH heads, C channels, V tokens in
+// the vocabulary (padded to Vp), and max_T positions.
 
-// The sixteen parameter tensors in llm.c's file order. P is X for the parameters themselves and A
-// for their gradients.
+// The sixteen parameter tensors, in the order of llm.c's model files. P is X for the parameters
+// themselves and A for their gradients.
 template <class P>
 struct Parameters {
     P *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb;
@@ -55,6 +57,7 @@ struct Parameters {
         const size_t Vp = c.Vp;
         const size_t max_T = c.max_T;
         const int L = c.L;
+
         TensorList t;
         t.once("wte", &S::wte, {Vp, C}, kMatrix);
         t.once("wpe", &S::wpe, {max_T, C}, kTable);
@@ -76,8 +79,9 @@ struct Parameters {
     }
 };
 
-// What forward keeps for backward. N = B·T rows. s.kept(n) is all layers while --recompute is below
-// n and a backward follows. Otherwise all layers share one.
+// The results of forward, in N = B·T rows. In training every layer keeps its own for backward,
+// except those that backward recomputes (Sizes::kept_below). Otherwise all layers share one tensor,
+// which each overwrites.
 template <class X>
 struct Activations {
     using A = Acc<X>;
@@ -88,26 +92,27 @@ struct Activations {
         using S = Activations;
         const size_t N = s.N;
         const size_t NC = N * s.C;
-        const int L = s.kept(INT_MAX);
+        const int L = s.kept();
+
         TensorList t;
-        t.once("encoded", &S::encoded, NC);          // (N, C) wte + wpe
-        t.each("ln1", &S::ln1, NC, s.kept(2));       // (N, C)
-        t.each("ln1_mean", &S::ln1_mean, N, L);      // (N)
-        t.each("ln1_rstd", &S::ln1_rstd, N, L);      // (N)
-        t.each("qkv", &S::qkv, 3 * NC, s.cached());  // (N, 3, NH, HS), also the cache of samples
-        t.each("atty", &S::atty, NC, L);             // (N, NH, HS)
-        t.each("lse", &S::lse, s.lse, L);            // (B, NH, T), or what the ring keeps
-        t.each("att", &S::att, s.att, L);            // (B, NH, T, T), naive attention only
-        t.each("residual2", &S::residual2, NC, L);   // (N, C) after attention
-        t.each("ln2", &S::ln2, NC, s.kept(2));       // (N, C)
-        t.each("ln2_mean", &S::ln2_mean, N, L);      // (N)
-        t.each("ln2_rstd", &S::ln2_rstd, N, L);      // (N)
-        t.each("fch", &S::fch, 4 * NC, L);           // (N, 4C) before the activation function
-        t.each("act", &S::act, 4 * NC, s.kept(1));   // (N, 4C) after it
-        t.each("residual3", &S::residual3, NC, L);   // (N, C) after the MLP
-        t.once("lnf", &S::lnf, NC);                  // (N, C)
-        t.once("lnf_mean", &S::lnf_mean, N);         // (N)
-        t.once("lnf_rstd", &S::lnf_rstd, N);         // (N)
+        t.once("encoded", &S::encoded, NC);               // (N, C) wte + wpe
+        t.each("ln1", &S::ln1, NC, s.kept_below(2));      // (N, C)
+        t.each("ln1_mean", &S::ln1_mean, N, L);           // (N)
+        t.each("ln1_rstd", &S::ln1_rstd, N, L);           // (N)
+        t.each("qkv", &S::qkv, 3 * NC, s.cached());       // (N, 3, NH, HS), also the KV cache
+        t.each("atty", &S::atty, NC, L);                  // (N, NH, HS)
+        t.each("lse", &S::lse, s.lse, L);                 // (B, NH, T), or as the ring keeps it
+        t.each("att", &S::att, s.att, L);                 // (B, NH, T, T), naive attention only
+        t.each("residual2", &S::residual2, NC, L);        // (N, C) after attention
+        t.each("ln2", &S::ln2, NC, s.kept_below(2));      // (N, C)
+        t.each("ln2_mean", &S::ln2_mean, N, L);           // (N)
+        t.each("ln2_rstd", &S::ln2_rstd, N, L);           // (N)
+        t.each("fch", &S::fch, 4 * NC, L);                // (N, 4C) before the activation function
+        t.each("act", &S::act, 4 * NC, s.kept_below(1));  // (N, 4C) after it
+        t.each("residual3", &S::residual3, NC, L);        // (N, C) after the MLP
+        t.once("lnf", &S::lnf, NC);                       // (N, C)
+        t.once("lnf_mean", &S::lnf_mean, N);              // (N)
+        t.once("lnf_rstd", &S::lnf_rstd, N);              // (N)
         return t;
     }
 };
@@ -118,14 +123,12 @@ struct Activations {
 // How a model is used.
 struct ModelSettings {
     Attention attention = Attention::flash;
-    int B;
-    int T;                  // this rank's tokens of a sequence
-    int micro_steps = 1;    // this rank's, in a step
-    bool training = false;  // adds gradients, optimizer state and what backward needs
-    // 1: forward does not keep the activation's outputs; 2: nor the layer norms'
-    int recompute = 0;
-    // of keys and values: without training only a model with a cache can generate
-    bool cache = false;
+    int B;                  // sequences in a micro-batch
+    int T;                  // this rank's tokens of each sequence
+    int micro_steps = 1;    // this rank's micro-batches in a step
+    bool training = false;  // allocates gradients, optimizer state and what backward needs
+    int recompute = 0;      // backward recomputes 1: the activation function, 2: layer norms, too
+    bool cache = false;     // keeps all keys and values, which training does anyway: a KV cache
 };
 
 template <class Device, class Storage>
@@ -146,10 +149,15 @@ struct GPT2 {
     const int recompute = settings.recompute;
     const Ranks<Dev> ranks;
     const size_t num_parameters = config.num_parameters();
-    Sizes sizes;
-    Arena params, grads, adam, acts, buffers, ring_memory;
     std::unique_ptr<Ring<Dev, X>> ring;  // if several ranks share a sequence
-    typename Dev::Graph graph;           // of train_micro_batches
+    Sizes sizes;
+    Arena params;
+    Arena grads;
+    Arena adam;
+    Arena acts;
+    Arena buffers;
+    Arena ring_memory;
+    typename Dev::Graph graph;  // of train_micro_batches()
 
     Parameters<X> weights(int l = 0) const { return params.pointers<Parameters<X>>(l); }
     Parameters<A> gradients(int l = 0) const { return grads.pointers<Parameters<A>>(l); }
@@ -157,35 +165,51 @@ struct GPT2 {
     Optimizer<X> optimizer() const { return adam.pointers<Optimizer<X>>(); }
     Buffers<X> workspace() const { return buffers.pointers<Buffers<X>>(); }
 
-    // ---------------------------------------------------------------------------------------------
-    // Forward: device tokens (b, t) → acts.lnf, the final layer norm's output. alone: no other rank
-    // takes part, and the tokens are a whole sequence. Or they are the end of one, whose first
-    // `past` tokens have left their rows in qkv, the cache of keys and values. Where a text grows
-    // token by token, a call computes one row.
+    // All parameters and all gradients as one array each: these arenas have no gaps.
+    X* all_parameters() const { return reinterpret_cast<X*>(params.base); }
+    A* all_gradients() const { return reinterpret_cast<A*>(grads.base); }
 
-    void forward(const int* tokens, int b, int t, bool alone = false, int past = 0) {
+    // ---------------------------------------------------------------------------------------------
+    // Forward: device tokens (b, t) → lnf, the output of the final layer norm.
+
+    struct ForwardCall {
+        int b;
+        int t;
+        // The tokens follow `past` others, whose keys and values are in qkv, which is the KV cache.
+        // So while a text grows token by token, each call computes a single row.
+        int past = 0;
+        // The tokens are whole sequences, not this rank's part of them; no other rank takes part.
+        bool alone = false;
+    };
+
+    void forward(const int* tokens, const ForwardCall& call) {
         Range range("forward");
+        const int b = call.b;
+        const int t = call.t;
         const size_t N = size_t(b) * t;
         const int C = config.C;
         const Activations<X> whole = activations();
         const Parameters<X> table = weights();
-        const X* wpe = table.wpe + size_t(past) * C;
+        const X* wpe = table.wpe + size_t(call.past) * C;
+        const Positions token_positions = call.alone ? Positions() : positions();
 
-        encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C,
-                        alone ? Positions() : positions());
+        encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C, token_positions);
         const X* residual = whole.encoded;
         for (int l = 0; l < config.L; l++) {
             Range range("layer", l);
             const Activations<X> a = activations(l);
             const Parameters<X> w = weights(l);
+            X* qkv = a.qkv + size_t(call.past) * 3 * C;
+
             layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-            matmul_forward(dev, a.qkv + size_t(past) * 3 * C, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-            attend(a, b, t, past, alone);
+            matmul_forward(dev, qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
+            attend(a, call);
             matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
             layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N,
                               C);
             matmul_activation_forward(dev, a.act, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
             matmul_forward(dev, a.residual3, a.act, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
+
             residual = a.residual3;
             note_progress();
         }
@@ -193,108 +217,143 @@ struct GPT2 {
                           table.lnfb, N, C);
     }
 
-    void attend(const Activations<X>& a, int b, int t, int past, bool alone) {
-        if (ring && !alone)
+    void attend(const Activations<X>& a, const ForwardCall& call) {
+        if (ring && !call.alone)
             return ring->forward(a.atty, a.lse, a.qkv);
-        attention_forward(dev, attention, a.atty, a.lse, a.att, a.qkv, b, t, past + t, config.NH,
-                          config.HS());
+        attention_forward(dev, attention, a.atty, a.lse, a.att, a.qkv, call.b, call.t,
+                          call.past + call.t, config.NH, config.HS());
     }
 
-    // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With
-    // gradient, it also does what needs a chunk's logits. It adds into dwte, or overwrites it if
-    // not `accumulate`, and overwrites lnf with d(mean loss of the step)/d lnf.
-    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient,
-              bool accumulate = true) {
+    // ---------------------------------------------------------------------------------------------
+    // The classifier: the cross-entropy of every row of lnf, and its mean. The logits of all rows
+    // would be the largest tensor of all, so they are computed for a chunk of rows at a time. That
+    // is why their backward is here, too: it needs a chunk's logits while they exist.
+
+    struct ClassifierCall {
+        bool backward = false;    // also replaces lnf by its gradient, and computes wte's
+        bool accumulate = false;  // adds wte's gradient to what is there
+    };
+
+    void classifier(const int* targets, A* mean_loss, const ClassifierCall& call) {
         Range range("loss");
-        const size_t N = size_t(b) * t;
+        const size_t N = sizes.N;
         const int C = config.C;
         const int V = config.V;
         const int Vp = config.Vp;
         X* lnf = activations().lnf;
-        const Buffers<X> buffers = workspace();
-        const size_t chunk = sizes.chunk;
         const X* wte = weights().wte;
-        const A dloss = with_gradient ? A(1) / (A(N) * num_losses()) : A(0);
-        for (size_t row = 0; row < N; row += chunk) {
-            const size_t n = std::min(chunk, N - row);
+        const Buffers<X> buffers = workspace();
+        // The gradient is that of the step's loss, a mean over all micro-batches of all ranks.
+        const A dloss = call.backward ? A(1) / (A(N) * num_losses()) : A(0);
+
+        for (size_t row = 0; row < N; row += sizes.chunk) {
+            const size_t n = std::min(sizes.chunk, N - row);
             X* rows = lnf + row * C;
             cross_entropy(dev, buffers.logits, buffers.losses + row, buffers.scratch, rows, wte,
                           targets + row, dloss, n, C, V, Vp);
-            if (with_gradient)
+            if (call.backward) {
+                const bool accumulate = call.accumulate || row > 0;
                 cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits,
-                                       rows, wte, n, C, Vp, accumulate || row > 0);
+                                       rows, wte, n, C, Vp, accumulate);
+            }
         }
         reduce_sum(dev, mean_loss, buffers.scratch, buffers.losses, A(1) / A(N), N);
     }
 
     // ---------------------------------------------------------------------------------------------
-    // Backward: adds into the gradients of all parameters, or overwrites the matmul weights' if not
-    // `accumulate`. It starts from lnf, where loss() left its gradient, and reuses that memory for
-    // the gradient of each layer norm's output.
+    // Backward: from lnf, which the classifier has replaced by its gradient, to the gradients of
+    // all parameters.
 
-    void backward(const int* plan, bool accumulate, bool sum) {
+    struct BackwardCall {
+        // Adds the gradients of matmul weights to what is there, or overwrites it. All others are
+        // always added.
+        bool accumulate = false;
+        // Then sums the gradients over all ranks, after the last micro-batch of a step.
+        bool sum = false;
+    };
+
+    void backward(const int* plan, const BackwardCall& call) {
         Range range("backward");
         const size_t N = sizes.N;
         const int C = config.C;
         const Buffers<X> buffers = workspace();
-        X* dresidual = buffers.dresidual;
-        void* scratch = buffers.scratch;
         const Activations<X> top = activations(config.L - 1);
-        X* dln = top.lnf;
+        const Parameters<A> g = gradients(config.L - 1);
 
         // A layer norm's backward also sums the rows of the residual stream's gradient. That is the
-        // bias gradient of the projection that was added there last.
-        dev.zero(dresidual, N * C * sizeof(X));
-        const Parameters<A> gf = gradients(config.L - 1);
-        layernorm_backward(dev, dresidual, gf.lnfw, gf.lnfb, gf.fcprojb, scratch, dln,
-                           top.residual3, weights().lnfw, top.lnf_mean, top.lnf_rstd, N, C);
+        // bias gradient of the projection whose output was added to the stream last.
+        dev.zero(buffers.dresidual, N * C * sizeof(X));
+        layernorm_backward(dev, buffers.dresidual, g.lnfw, g.lnfb, g.fcprojb, buffers.scratch,
+                           top.lnf, top.residual3, weights().lnfw, top.lnf_mean, top.lnf_rstd, N,
+                           C);
         for (int l = config.L - 1; l >= 0; l--) {
-            Range range("layer", l);
-            const Activations<X> a = activations(l);
-            const Parameters<X> w = weights(l);
-            const Parameters<A> g = gradients(l);
-            const X* residual = l ? activations(l - 1).residual3 : a.encoded;
-            A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
-            // (N, 4C): fch's gradient, then qkv's. From -r 1 on it is in the logits' memory, which
-            // is free by now.
-            X* wide = recompute >= 1 ? buffers.logits : a.act;
-            auto fcproj_weight_gradient = [&] {
-                matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.act, nullptr, N, 4 * C, C,
-                                   accumulate);
-            };
-            if (recompute == 0)
-                fcproj_weight_gradient();  // before fch's gradient takes the place of act
-            matmul_activation_backward(dev, wide, g.fcb, recompute >= 1 ? a.act : nullptr, scratch,
-                                       dresidual, w.fcprojw, a.fch, N, 4 * C, C);
-            // needs the output that the pass over fch recomputed
-            if (recompute >= 1)
-                fcproj_weight_gradient();
-            if (recompute >= 2)
-                layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b,
-                                  N, C);
-            matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
-            layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln,
-                               a.residual2, w.ln2w, a.ln2_mean, a.ln2_rstd, N, C);
-            X* datty = dln;
-            X* dqkv = wide;  // their old contents have been used
-            matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C,
-                            accumulate);
-            attend_backward(dqkv, datty, a, scratch);
-            if (recompute >= 2)
-                layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N,
-                                  C);
-            // v's bias gradient follows from the projection's, see layers.h.
-            qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);
-            matmul_backward(dev, dln, g.qkvw, dqkv, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
-            layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual,
-                               w.ln1w, a.ln1_mean, a.ln1_rstd, N, C);
-            if (sum)
+            block_backward(l, call.accumulate);
+            if (call.sum)
                 sum_gradients(*this, l);
             note_progress();
         }
-        encoder_backward(dev, gf.wte, gf.wpe, scratch, dresidual, plan, B, T, C, positions());
-        if (sum)
+        encoder_backward(dev, g.wte, g.wpe, buffers.scratch, buffers.dresidual, plan, B, T, C,
+                         positions());
+        if (call.sum)
             sum_gradients(*this);
+    }
+
+    // Backward of layer l's transformer block: from the gradient of its output to that of its
+    // input, both in dresidual.
+    void block_backward(int l, bool accumulate) {
+        Range range("layer", l);
+        const size_t N = sizes.N;
+        const int C = config.C;
+        const Activations<X> a = activations(l);
+        const Parameters<X> w = weights(l);
+        const Parameters<A> g = gradients(l);
+        const X* residual = l > 0 ? activations(l - 1).residual3 : a.encoded;
+        A* bias_below = l > 0 ? gradients(l - 1).fcprojb : nullptr;
+
+        const Buffers<X> buffers = workspace();
+        void* scratch = buffers.scratch;
+        X* dresidual = buffers.dresidual;
+        const bool act_is_recomputed = recompute >= 1;
+        // Two buffers hold one gradient after another, each until the next has been computed.
+        X* narrow = a.lnf;  // (N, C): of ln2, atty and ln1. That of lnf is no longer needed
+        // (N, 4C): of fch, then of qkv, in place of act. While act is being recomputed they are in
+        // place of the logits, which the classifier no longer needs.
+        X* wide = act_is_recomputed ? buffers.logits : a.act;
+
+        // fcproj's weight gradient reads act: before act is overwritten, or after it is recomputed.
+        const auto fcproj_weight_gradient = [&] {
+            matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.act, nullptr, N, 4 * C, C,
+                               accumulate);
+        };
+        if (!act_is_recomputed)
+            fcproj_weight_gradient();
+        X* dfch = wide;
+        matmul_activation_backward(dev, dfch, g.fcb, act_is_recomputed ? a.act : nullptr, scratch,
+                                   dresidual, w.fcprojw, a.fch, N, 4 * C, C);
+        if (act_is_recomputed)
+            fcproj_weight_gradient();
+
+        if (recompute >= 2)
+            layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N,
+                              C);
+        X* dln2 = narrow;
+        matmul_backward(dev, dln2, g.fcw, dfch, a.ln2, w.fcw, N, C, 4 * C, accumulate);
+        layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln2, a.residual2,
+                           w.ln2w, a.ln2_mean, a.ln2_rstd, N, C);
+
+        X* datty = narrow;
+        X* dqkv = wide;
+        matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
+        attend_backward(dqkv, datty, a, scratch);
+
+        if (recompute >= 2)
+            layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
+        // v's bias gradient follows from the projection's (layers.h).
+        qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);
+        X* dln1 = narrow;
+        matmul_backward(dev, dln1, g.qkvw, dqkv, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
+        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln1, residual,
+                           w.ln1w, a.ln1_mean, a.ln1_rstd, N, C);
     }
 
     void attend_backward(X* dqkv, const X* datty, const Activations<X>& a, void* scratch) {
@@ -305,28 +364,33 @@ struct GPT2 {
     }
 
     // ---------------------------------------------------------------------------------------------
-    // A step uploads all its micro-batches. Then it calls forward, loss (which starts backward) and
-    // backward for each, and updates the parameters.
+    // A step: upload() its micro-batches, train_micro_batches(), update().
 
-    // of one micro-batch
-    size_t batch_ints() const { return 2 * sizes.N + encoder_plan_ints(dev, sizes.N); }
+    // A micro-batch is an array of ints: N tokens, N targets, and the plan of the encoder's
+    // backward.
+    size_t batch_ints() const {
+        const size_t N = size_t(B) * T;
+        return 2 * N + encoder_plan_ints(dev, N);
+    }
     const int* tokens(int i) const { return workspace().batch + i * batch_ints(); }
     const int* targets(int i) const { return tokens(i) + sizes.N; }
     const int* plan(int i) const { return tokens(i) + 2 * sizes.N; }
+    A* micro_batch_loss(int i) const { return statistics().losses_of(ranks.rank) + i; }
 
-    // tokens, targets and plan of one micro-batch
     void fill_batch(int* host, Loader& loader) const {
-        next_tokens(*this, host, loader);
+        read_micro_batch(*this, host, loader);
         if (training)
             encoder_plan(dev, host + 2 * sizes.N, host, sizes.N);
     }
+
     void upload(const int* host, int micro_batches) {
         dev.upload(workspace().batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
     }
 
-    // The matmul weights need no zeros, because the first micro-batch overwrites their gradients.
+    // Writes zeros to all gradients except those of the matmul weights, which the first micro-batch
+    // overwrites.
     void clear_gradients() {
-        size_t begin = 0;  // of the stretch of tensors to clear, in bytes
+        size_t begin = 0;  // of the tensors that are to be cleared together, in bytes
         const auto clear_until = [&](size_t end) {
             if (end > begin)
                 dev.zero(grads.base + begin, end - begin);
@@ -340,45 +404,51 @@ struct GPT2 {
         clear_until(grads.bytes);
     }
 
-    void train_micro_batch(int i, bool sum = false) {  // over all ranks
+    // `sum`: as in BackwardCall.
+    void train_micro_batch(int i, bool sum = false) {
         const bool accumulate = i > 0;
         if (!accumulate)
             clear_gradients();
-        forward(tokens(i), B, T);
-        loss(targets(i), B, T, statistics().losses_of(ranks.rank) + i, true, accumulate);
-        backward(plan(i), accumulate, sum);
+        forward(tokens(i), {.b = B, .t = T});
+        classifier(targets(i), micro_batch_loss(i), {.backward = true, .accumulate = accumulate});
+        backward(plan(i), {.accumulate = accumulate, .sum = sum});
     }
 
     void train_micro_batches() {
         Range range("forward and backward");
-        const bool several = ranks.size > 1;
+        const bool several_ranks = ranks.size > 1;
         graph.run(dev, [&] {
-            for (int i = 0; i < micro_steps; i++)
-                train_micro_batch(i, several && i + 1 == micro_steps);
-            if (several)
+            for (int i = 0; i < micro_steps; i++) {
+                const bool is_last = i + 1 == micro_steps;
+                train_micro_batch(i, several_ranks && is_last);
+            }
+            if (several_ranks)
                 gather_losses(*this);
         });
     }
 
     void evaluate_micro_batch(int i) {
-        forward(tokens(i), B, T);
-        loss(targets(i), B, T, statistics().losses_of(ranks.rank) + i, false);
+        forward(tokens(i), {.b = B, .t = T});
+        classifier(targets(i), micro_batch_loss(i), {.backward = false});
     }
 
-    // Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in the
-    // norm.
+    // If a loss or the gradient's norm is not finite, nothing is updated. The caller sees that in
+    // the norm.
     void update(const AdamW& hyper) {
         Range range("update");
         const Buffers<X> buffers = workspace();
         const Optimizer<X> state = optimizer();
         A* g = gradients_to_update(*this);
-        A* gate = g + sizes.parameters;
-        // 0·losses: NaN if one of them is not finite. Then the norm is, and nothing is updated.
+        A* gate = g + sizes.own_parameters;
+
+        // 0·losses: 0, or NaN if a loss is not finite. Then the norm is NaN too, and adamw_update()
+        // does nothing.
         reduce_sum(dev, gate, buffers.scratch, statistics().losses(), A(0), num_losses());
-        const A* norm = norm_of_gradients(*this, g, sizes.parameters + kGate);
-        dev.mark();  // the host reads losses and norm while the rest goes on
+        const A* norm = norm_of_gradients(*this, g, sizes.own_parameters + kGate);
+        dev.mark();  // the host reads losses and norm while the update runs
+
         const std::vector<ParamRange> own = share(ranks.rank);
-        adamw_update(dev, weights().wte, state.master, state.m, state.v, g, norm, own.data(),
+        adamw_update(dev, all_parameters(), state.master, state.m, state.v, g, norm, own.data(),
                      static_cast<int>(own.size()), hyper);
         if (ranks.sharded)
             gather_parameters(*this);
@@ -389,12 +459,11 @@ struct GPT2 {
                 .ranks = size_t(ranks.size),
                 .micro_steps = size_t(micro_steps)};
     }
-    size_t num_losses() const { return statistics().num_losses(); }  // of a step
-    // (N) of the last micro-batch
-    A* losses() const { return workspace().losses; }
+    size_t num_losses() const { return statistics().num_losses(); }  // of a step, of all ranks
+    A* losses() const { return workspace().losses; }                 // (N) of the last micro-batch
 
     // ---------------------------------------------------------------------------------------------
-    // Making a model. The constructor makes only the tables, and allocate() makes them memory.
+    // Making a model. The constructor only computes sizes; allocate() allocates the memory.
 
     GPT2(const Dev& dev, const Config& config, const ModelSettings& settings,
          const Ranks<Dev>& ranks = {})
@@ -404,35 +473,11 @@ struct GPT2 {
                                sequence(), config.max_T, config.max_T));
         check_attention<X>(dev, attention, config.HS(),
                            {.training = training, .context_parallel = ranks.context > 1});
-        const size_t N = size_t(B) * T;
-        const size_t C = config.C;
-        const AttentionShape shape{.B = B, .Tq = T, .Tk = T, .NH = config.NH, .HS = config.HS()};
         if (ranks.context > 1)
             ring = std::make_unique<Ring<Dev, X>>(
-                dev, RingRank{.rank = ranks.context_rank(), .ranks = ranks.context}, shape,
-                attention);
-
-        sizes.L = config.L;
-        sizes.N = N;
-        sizes.C = C;
-        sizes.Vp = config.Vp;
-        sizes.training = training;
-        sizes.cache = settings.cache;
-        sizes.recompute = recompute;
-        sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
-        sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
-        sizes.chunk = classifier_chunk(N);
-        sizes.stats = statistics().elements();
-        sizes.ranks = ranks.size;
-        sizes.parameters = num_parameters / shards();
-        sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
-        sizes.batch = micro_steps * batch_ints();
-        sizes.scratch =
-            std::max({ring ? 0 : attention_scratch_bytes<X>(dev, attention, shape),
-                      encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
-                      qkv_bias_scratch_bytes(dev, C),
-                      matmul_activation_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev),
-                      size_t(256), cross_entropy_scratch_bytes<X>(dev, sizes.chunk, C, config.Vp)});
+                dev, RingRank{.rank = ranks.context_rank(), .ranks = ranks.context},
+                attention_shape(), attention);
+        sizes = tensor_sizes();
 
         params = Arena("parameters", Parameters<X>::list(config), 1);
         if (training) {
@@ -464,9 +509,11 @@ struct GPT2 {
         if (adam.base)
             dev.zero(adam.base, adam.bytes);
     }
+
     std::array<Arena*, 6> arenas() {
         return {&params, &grads, &adam, &acts, &buffers, &ring_memory};
     }
+
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas())
@@ -474,53 +521,96 @@ struct GPT2 {
         return bytes;
     }
 
-    // Rows of logits that exist at once, at most 2 GiB of them. Every chunk adds to the head's
-    // whole gradient, so there should be few.
+    Sizes tensor_sizes() const {
+        const size_t N = size_t(B) * T;
+        const int C = config.C;
+        const AttentionShape shape = attention_shape();
+
+        Sizes s;
+        s.training = training;
+        s.cache = settings.cache;
+        s.recompute = recompute;
+
+        s.L = config.L;
+        s.N = N;
+        s.C = C;
+        s.Vp = config.Vp;
+        s.lse = ring ? ring->lse_elements() : N * config.NH;
+        s.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
+        s.chunk = classifier_chunk(N);
+
+        s.ranks = ranks.size;
+        s.stats = statistics().elements();
+        s.batch = micro_steps * batch_ints();
+        s.own_parameters = num_parameters / shards();
+        s.own_gradients = (training && ranks.sharded) ? s.own_parameters + kGate : 0;
+        s.scratch =
+            std::max({ring ? 0 : attention_scratch_bytes<X>(dev, attention, shape),
+                      encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
+                      qkv_bias_scratch_bytes(dev, C),
+                      matmul_activation_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev),
+                      size_t(256), cross_entropy_scratch_bytes<X>(dev, s.chunk, C, config.Vp)});
+        return s;
+    }
+
+    // The rows of logits that exist at once, at most 2 GiB of them. Every chunk adds to the whole
+    // gradient of wte, so a few large chunks are best.
     size_t classifier_chunk(size_t rows) const {
+        constexpr size_t kMostBytes = size_t(2) << 30;
         size_t chunk = 512;
-        while (chunk < rows && 2 * chunk * config.Vp * sizeof(X) <= (size_t(2) << 30))
+        while (chunk < rows && 2 * chunk * config.Vp * sizeof(X) <= kMostBytes)
             chunk *= 2;
         return std::min(chunk, rows);
     }
 
-    Positions positions() const {  // of this rank's tokens
+    AttentionShape attention_shape() const {
+        return {.B = B, .Tq = T, .Tk = T, .NH = config.NH, .HS = config.HS()};
+    }
+
+    // The positions of this rank's tokens in their sequence.
+    Positions positions() const {
         if (!ring)
             return {};
         const Zigzag zigzag{ranks.context};
         const int chunk = T / 2;
         const int rank = ranks.context_rank();
-        return {chunk, zigzag.chunk(rank, 0) * chunk, zigzag.chunk(rank, 1) * chunk};
+        return {.chunk = chunk,
+                .early = zigzag.chunk(rank, 0) * chunk,
+                .late = zigzag.chunk(rank, 1) * chunk};
     }
+
     bool tf32() const { return dev.tf32 && std::is_same_v<X, float>; }  // matmuls in TF32
     int sequence() const { return T * ranks.context; }                  // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }       // of the optimizer
-    std::vector<ParamRange> share(int rank) const {
+    std::vector<ParamRange> share(int rank) const {                     // of the parameters
         return share_of(params.tensors, rank, shards(), ranks.overlap);
     }
 };
 
 // =================================================================================================
-// The training loop. Run (run/training.h) has the data, the log and the checkpoints.
-
-constexpr int kProfileWarmUp = 5;  // steps before --profile's
+// The training loop. A Run (run/training.h) is the model and what accompanies it: the data, the
+// log, the checkpoints.
 
 template <class Model>
 void train_step(Run<Model>& run) {
     Range range("step", run.step);
     Model& model = run.model;
-    run.begin_step();  // the clock starts
+    run.begin_step();  // starts the clock
     model.upload(run.batches.current(), model.micro_steps);
     model.train_micro_batches();
     run.prepare_next_batches();  // while the GPU works
     model.update(run.o.adamw(run.step));
-    run.end_step();  // reads the loss, prints and logs it
+    run.end_step();  // waits for the loss, prints and logs it
 }
+
+constexpr int kProfileWarmUp = 5;  // steps before those that --profile records
 
 template <class Model>
 void train(Run<Model>& run) {
     const Options& o = run.o;
     if (run.step == 0)
         run.evaluation.run_if_due(run.step);
+
     while (run.goes_on()) {
         if (o.profile && run.step == kProfileWarmUp)
             run.dev.profile(true);
@@ -528,6 +618,7 @@ void train(Run<Model>& run) {
         run.evaluation.run_if_due(run.step);
         run.checkpoints.save_if_due(run.step);
     }
+
     if (o.profile)
         run.dev.profile(false);
     if (run.stop.signal())
@@ -538,49 +629,67 @@ void train(Run<Model>& run) {
     run.conclude();
 }
 
+// Gives the model its parameters: those of the newest checkpoint with -y, else those of -e.
+template <class Model>
+void restore_or_init(Run<Model>& run, bool from_file) {
+    const Options& o = run.o;
+    if (o.resume && run.restore()) {
+        std::printf("resumed at step %d\n", run.step);
+    } else {
+        if (from_file)
+            load(run.model, o.init);
+        else
+            init_random(run.model, o.seed);
+        if (o.resume)
+            std::printf("nothing to resume: starting at step %d\n", run.step);
+    }
+    if (o.resume && run.step >= o.max_steps)
+        std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
+}
+
 template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Ranks<Dev> ranks) {
     const bool on_cpu = std::string(Dev::kind) == "cpu";
     resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
     if (o.overlap < 0)
-        o.overlap = ranks.local_size < ranks.size;
+        o.overlap = ranks.local_size < ranks.size;  // on several machines
     ranks.sharded = o.zero > 0 && ranks.size > 1;
     ranks.overlap = o.overlap > 0;
-    // The model's tables come first, so that an impossible request is refused before data is
-    // touched.
-    const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
+
+    // Before any data is read, so that an impossible request is refused at once. This allocates
+    // nothing.
     GPT2<Dev, X> model(dev, config,
                        {.attention = o.kernel(),
                         .B = o.B,
                         .T = o.T / ranks.context,
-                        .micro_steps = micro_steps,
+                        .micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups()),
                         .training = true,
                         .recompute = o.recompute},
                        ranks);
-    if (o.memory)
-        return print_memory_table(model), 0;
-    std::unique_ptr<OutputDir> output;
+    if (o.memory) {
+        print_memory_table(model);
+        return 0;
+    }
+
+    std::unique_ptr<OutputDir> output;  // null on ranks that write no files
     if (!o.output_dir.empty() && ranks.rank == 0)
         output = prepare_output_dir(o);
     const Data data = find_data(o);
+    const Tokenizer tokenizer(o.tokenizer);
+    Loader train_data = training_data(o, data.train, config.V, tokenizer);
+
+    // The last of the options. From here on they are constant.
     if (!can_generate(config.V))
         o.sample_every = 0;
-    Run<GPT2<Dev, X>> run(o, model, data);
     if (o.profile)
         o.max_steps = kProfileWarmUp + o.profile;
-    resolve_steps(o, on_cpu, run.batches.loader().windows());
+    resolve_steps(o, on_cpu, train_data.windows());
+
+    Run<GPT2<Dev, X>> run(o, model, data, tokenizer, std::move(train_data));
     run.describe();
     return run_rank(ranks, [&] {
         allocate_or_explain(model);
-        const bool found = o.resume && run.restore();
-        if (!found)
-            from_file ? load(model, o.init) : init_random(model, o.seed);
-        if (o.resume) {
-            std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n",
-                        run.step);
-            if (run.step >= o.max_steps)
-                std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
-        }
+        restore_or_init(run, from_file);
         run.check_ranks_agree();
         run.open_log(output.get());
         catch_signals();
@@ -589,7 +698,10 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     });
 }
 
-// The vocabulary of `tiny` is only a default: run_with() makes it that of the training data.
+// =================================================================================================
+// From the command line to a run
+
+// The vocabulary of `tiny` is only a default: new_model() makes it that of the training data.
 std::optional<Config> preset_config(const std::string& name) {
     static const std::map<std::string, Config> presets = {
         {"tiny", {.max_T = 256, .V = kByteVocab, .Vp = 384, .L = 4, .NH = 2, .C = 128}},
@@ -604,54 +716,63 @@ std::optional<Config> preset_config(const std::string& name) {
     return preset->second;
 }
 
-template <class Dev, class X>
-int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
-    const std::optional<Config> preset = preset_config(o.init);
-    Config config;
-    if (preset) {
-        config = *preset;
-    } else {
-        struct stat file;
-        if (stat(o.init.c_str(), &file))
-            throw UsageError(
-                format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
-        if (S_ISDIR(file.st_mode)) {
-            const int newest = newest_model(o.init);
-            if (newest < 0)
-                throw UsageError(
-                    format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
-            o.init = model_path(o.init, newest);
-        }
-        config = read_model_header(o.init).config;
-        if (config.V > kEndOfText && o.tokenizer.empty() && group.prints())
-            std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n",
-                         o.init.c_str());
-    }
-    // a new model has at least -t positions
-    if (preset)
-        config.max_T = std::max(config.max_T, o.T);
-    if (preset && config.V == kByteVocab) {
+// A new model has at least -t positions. With tiny's byte vocabulary it has the vocabulary that the
+// data needs, which is single bytes or GPT-2's.
+Config new_model(const Config& preset, const Options& o) {
+    Config config = preset;
+    config.max_T = std::max(config.max_T, o.T);
+    if (config.V == kByteVocab) {
         for (const std::string& data : {o.train_data, o.val_data})
             if (!data.empty())
                 config.V = std::max(config.V, vocabulary_of(data, !o.tokenizer.empty()));
         config.Vp = (config.V + 127) / 128 * 128;
     }
+    return config;
+}
+
+// The model file that --init names, which may also be the output directory of a run.
+std::string find_model_file(const std::string& init) {
+    struct stat file;
+    if (stat(init.c_str(), &file))
+        throw UsageError(
+            format("--init %s: neither d12, d24, d36, d48, tiny nor a file", init.c_str()));
+    if (!S_ISDIR(file.st_mode))
+        return init;
+    const int newest = newest_model(init);
+    if (newest < 0)
+        throw UsageError(
+            format("--init %s: this directory has no checkpoint; give a model file", init.c_str()));
+    return model_path(init, newest);
+}
+
+template <class Dev, class X>
+int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
+    const std::optional<Config> preset = preset_config(o.init);
+    const bool from_file = !preset.has_value();
+    if (from_file)
+        o.init = find_model_file(o.init);
+    const Config config = from_file ? read_model_header(o.init).config : new_model(*preset, o);
+    if (from_file && config.V > kEndOfText && o.tokenizer.empty() && group.prints())
+        std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n",
+                     o.init.c_str());
+
     if (o.generate > 0) {
-        if (preset)
+        if (!from_file)
             throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);
     }
     Ranks<Dev> ranks = connect(dev, group, o.context_parallel);
     if (o.eval_only)
-        return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset.has_value(), ranks);
-    return run_train<Dev, X>(dev, o, config, !preset.has_value(), ranks);
+        return run_evaluate<GPT2<Dev, X>>(dev, o, config, from_file, ranks);
+    return run_train<Dev, X>(dev, o, config, from_file, ranks);
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
 // "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
 extern const char built_from[];
 
-// The run, on this rank's device. gpus is the number on this machine.
+// Chooses the backend and the type. `gpus` is the number of GPUs on this machine, or 0 to use the
+// CPU.
 static int run_on_device(Options& o, const ProcessGroup& group, int gpus) {
     if (gpus == 0) {
         if (o.precision == "bf16")
@@ -660,6 +781,7 @@ static int run_on_device(Options& o, const ProcessGroup& group, int gpus) {
             o.init = "tiny";
         return run_with<Cpu, float>(Cpu(), o, group);
     }
+
     Cuda dev(group.device(gpus));
     if (group.prints())
         std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
@@ -678,53 +800,71 @@ static int run_on_device(Options& o, const ProcessGroup& group, int gpus) {
                                  : run_with<Cuda, float>(dev, o, group);
 }
 
+static void print_version() {
+    const bool known = std::string(built_from, 7) != "unknown";
+    std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "", known ? built_from : "");
+}
+
+static void print_help() {
+    const char* const about =
+        "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md "
+        "has examples.\n"
+        "--version prints the version.";
+    std::printf("%s", options_help("train_gpt2cu", about, Options().table()).c_str());
+}
+
+static void check_options(const Options& o, const std::vector<Option>& table) {
+    check_all_are_used(o, table);
+    if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
+        throw UsageError("-y, -n, -nk and -nm need a directory: give it with -o");
+    if (o.eval_only && o.init.empty())
+        throw UsageError("--eval-only needs a model: give its checkpoint with -e");
+}
+
+// One rank of a job, or a whole job that starts its ranks.
+static int run_process(Options& o, char** argv) {
+    std::string why_no_gpu;
+    const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why_no_gpu);
+    if (o.device == "cuda" && gpus == 0)
+        throw Error("--device cuda: " + why_no_gpu + "; use --device cpu");
+    const RankInfo self = rank_from_environment();
+    check_ranks(o, self, gpus, why_no_gpu);
+    if (o.gpus > 1 && self.size == 1 && !o.memory)
+        return launch_ranks(o.gpus, argv);
+
+    // The built-in corpus is made while the device starts.
+    [[maybe_unused]] const std::future<void> corpus = begin_corpus(o);
+    if (gpus == 0 && o.device == "auto" && self.rank == 0)
+        std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why_no_gpu.c_str());
+    try {
+        ProcessGroup group(self, std::max(o.gpus, self.size));
+        if (group.size > 1 && !o.memory)
+            group.rendezvous(self, options_settings(o.table()), o.first_timeout());
+        return run_on_device(o, group, gpus);
+    } catch (const UsageError&) {
+        // All ranks have the same error, so rank 0 alone reports it.
+        if (self.rank == 0)
+            throw;
+        return 2;
+    }
+}
+
 int main(int argc, char** argv) {
     prepare_process();
     return check_stdout(run_program("train_gpt2cu", [&] {
         if (std::find(argv, argv + argc, std::string("--version")) != argv + argc) {
-            const bool known = std::string(built_from, 7) != "unknown";
-            std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "",
-                        known ? built_from : "");
+            print_version();
             return 0;
         }
         Options o;
         o.program = argv[0];
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table) == Parsed::help) {
-            const char* const about =
-                "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md "
-                "has examples.\n"
-                "--version prints the version.";
-            std::printf("%s", options_help("train_gpt2cu", about, Options().table()).c_str());
+            print_help();
             return 0;
         }
-        check_all_are_used(o, table);
-        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
-            throw UsageError("-y, -n, -nk and -nm need a directory: give it with -o");
-        if (o.eval_only && o.init.empty())
-            throw UsageError("--eval-only needs a model: give its checkpoint with -e");
-        std::string why;
-        const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
-        if (o.device == "cuda" && gpus == 0)
-            throw Error("--device cuda: " + why + "; use --device cpu");
-        const RankInfo self = rank_from_environment();
-        check_ranks(o, self, gpus, why);
-        if (o.gpus > 1 && self.size == 1 && !o.memory)
-            return launch_ranks(o.gpus, argv);
-        // Is made while the device starts.
-        [[maybe_unused]] const std::future<void> corpus = begin_corpus(o);
-        if (gpus == 0 && o.device == "auto" && self.rank == 0)
-            std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
-        try {
-            ProcessGroup group(self, std::max(o.gpus, self.size));
-            if (group.size > 1 && !o.memory)
-                group.rendezvous(self, options_settings(o.table()), o.first_timeout());
-            return run_on_device(o, group, gpus);
-        } catch (const UsageError&) {  // which all ranks have, so one says it
-            if (self.rank == 0)
-                throw;
-            return 2;
-        }
+        check_options(o, table);
+        return run_process(o, argv);
     }));
 }
 #endif

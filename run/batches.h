@@ -1,4 +1,4 @@
-// The micro-batches of a step. The GPU works on one step's while the host prepares the next step's.
+// The micro-batches of a step. While the GPU works on one step, the host prepares the next step's.
 #pragma once
 #include <memory>
 #include <utility>
@@ -7,10 +7,10 @@
 #include "data/loader.h"
 #include "run/settings.h"
 
-// Reads a micro-batch: tokens, then targets. All ranks of a context parallel group read the same
-// sequences, and each keeps its own tokens of them.
+// Reads a micro-batch, tokens and then targets, to `host`. The ranks of a context parallel group
+// all read the same sequences, and each keeps its own positions of them.
 template <class Model>
-void next_tokens(const Model& m, int* host, Loader& loader) {
+void read_micro_batch(const Model& m, int* host, Loader& loader) {
     const size_t N = m.sizes.N;
     if (m.ranks.context == 1)
         return loader.next(host, host + N);
@@ -18,31 +18,41 @@ void next_tokens(const Model& m, int* host, Loader& loader) {
     const size_t all = N * m.ranks.context;
     std::vector<int> whole(2 * all);
     loader.next(whole.data(), whole.data() + all);
+
     const Positions positions = m.positions();
-    for (int part = 0; part < 2; part++)
-        for (int b = 0; b < m.B; b++)
+    const int* from = whole.data();
+    for (int part : {0, 1}) {  // tokens, targets
+        for (int b = 0; b < m.B; b++) {
+            const int* sequence = from + part * all + size_t(b) * m.sequence();
             for (int t = 0; t < m.T; t++)
-                host[part * N + size_t(b) * m.T + t] =
-                    whole[part * all + size_t(b) * m.sequence() + positions.at(t)];
+                host[part * N + size_t(b) * m.T + t] = sequence[positions.at(t)];
+        }
+    }
+}
+
+// The training data of a run, from its first window.
+inline Loader training_data(const Options& o, const Source& source, int vocabulary,
+                            const Tokenizer& tokenizer) {
+    Loader loader(source,
+                  {.B = o.B,
+                   .T = o.T,
+                   .vocab = vocabulary,
+                   .shuffle = !o.no_shuffle,
+                   .seed = uint64_t(o.seed)},
+                  tokenizer);
+    if (loader.windows() < uint64_t(o.B))
+        throw Error(
+            format("%s: only %zu sequences of %d tokens, but a batch needs %d: use a smaller -b or "
+                   "-t",
+                   source.name.c_str(), loader.windows(), o.T, o.B));
+    return loader;
 }
 
 template <class Model>
 class Batches {
   public:
-    Batches(const Options& o, Model& model, const Source& data, const Tokenizer& tokenizer)
-        : model_(model),
-          same_for_ever_(o.overfit),
-          loader_(data,
-                  {.B = o.B,
-                   .T = o.T,
-                   .vocab = model.config.V,
-                   .shuffle = !o.no_shuffle,
-                   .seed = uint64_t(o.seed)},
-                  tokenizer) {
-        if (loader_.windows() < uint64_t(o.B))
-            throw Error(
-                format("%s: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
-                       data.name.c_str(), loader_.windows(), o.T, o.B));
+    Batches(const Options& o, Model& model, Loader loader)
+        : model_(model), overfit_(o.overfit), loader_(std::move(loader)) {
         const size_t ints = size_t(model.micro_steps) * model.batch_ints();
         memory_ = static_cast<int*>(model.dev.alloc_host(2 * ints * sizeof(int)));
         current_ = memory_;
@@ -54,7 +64,7 @@ class Batches {
 
     const Loader& loader() const { return loader_; }
 
-    // This rank's micro-batches of the step at work, in pinned memory.
+    // This rank's micro-batches of the current step, in pinned memory.
     const int* current() {
         if (!prepared_)
             prepare(current_);
@@ -62,11 +72,11 @@ class Batches {
         return current_;
     }
 
-    // Prepares the next step's, unless this is the last one. Everything of the current step has
-    // been read by then, so this is where a checkpoint of it goes on.
+    // Prepares the next step's micro-batches, unless this step is the last.
     void prepare_next(bool is_last) {
-        if (same_for_ever_)
+        if (overfit_)
             return;
+        // The current step has read everything up to here, so a checkpoint of it resumes here.
         position_ = loader_.state();
         if (is_last)
             return;
@@ -74,13 +84,15 @@ class Batches {
         next_prepared_ = true;
     }
 
-    // The next step begins.
+    // The step is done: the next step's micro-batches become the current ones.
     void advance() {
-        if (std::exchange(next_prepared_, false))
-            std::swap(current_, next_);
+        if (!next_prepared_)
+            return;
+        std::swap(current_, next_);
+        next_prepared_ = false;
     }
 
-    // Where the data goes on after the step at work.
+    // Where the data continues after the current step.
     const LoaderState& position() const { return position_; }
     void restore(const LoaderState& position) {
         position_ = position;
@@ -88,17 +100,7 @@ class Batches {
     }
 
   private:
-    Model& model_;
-    const bool same_for_ever_;  // --overfit
-    Loader loader_;
-    LoaderState position_{};
-    int* memory_ = nullptr;
-    int* current_ = nullptr;
-    int* next_ = nullptr;
-    bool prepared_ = false;  // the first step's
-    bool next_prepared_ = false;
-
-    // Group r of n takes micro-batches r, r + n, … of the step.
+    // Group g of n trains on micro-batches g, g + n, … of the step.
     void prepare(int* to) {
         const auto& ranks = model_.ranks;
         for (int i = 0; i < model_.micro_steps; i++) {
@@ -107,4 +109,14 @@ class Batches {
             loader_.skip(ranks.groups() - 1 - ranks.group());
         }
     }
+
+    Model& model_;
+    const bool overfit_;  // all steps have the first one's micro-batches
+    Loader loader_;
+    LoaderState position_{};
+    int* memory_ = nullptr;  // both of:
+    int* current_ = nullptr;
+    int* next_ = nullptr;
+    bool prepared_ = false;       // `current`, at the first step
+    bool next_prepared_ = false;  // `next`
 };

@@ -1,39 +1,58 @@
-// What a step works with beside parameters and activations: the optimizer's state, and buffers that
-// every layer reuses.
+// What a step works with besides parameters, gradients and activations: the optimizer's state, and
+// buffers that every layer reuses.
 #pragma once
 #include <algorithm>
 #include <type_traits>
 
 #include "run/tensors.h"
 
-// A gate of a few elements, 0 or NaN, follows the gradients. update() writes 0·loss there and
-// includes it in the norm. So one number stops the update if a gradient or a loss is not finite.
-// There are four to keep the norm's 16-byte loads.
+// The gradients are followed by a few elements, the gate. GPT2::update() writes 0·losses to it (0,
+// or NaN if a loss is not finite) and includes it in the norm. So the norm alone says whether
+// gradients and losses are finite. One element would do; four keep the norm's loads at 16 bytes.
 constexpr size_t kGate = 4;
 
-// What the sizes of the other tensors follow from. N = B·T rows.
+// The sizes from which those of all tensors follow.
 struct Sizes {
-    int L;
-    size_t N, C, Vp, lse, att, chunk, stats, scratch, batch, parameters, share, ranks;
-    bool training, cache;
-    int recompute;
-    // The layers for which a tensor is kept that backward computes again from this level of
-    // --recompute on.
-    int kept(int level) const { return training && recompute < level ? L : TensorSpec::kShared; }
+    bool training;
+    bool cache;     // keeps keys and values
+    int recompute;  // --recompute
+
+    int L;         // layers
+    size_t N;      // rows of a micro-batch: B·T
+    size_t C;      // channels
+    size_t Vp;     // vocabulary, padded
+    size_t lse;    // elements of lse in a layer
+    size_t att;    // elements that the attention kernel saves for its backward in a layer
+    size_t chunk;  // rows of logits that exist at once
+
+    size_t ranks;
+    size_t stats;           // elements of the statistics
+    size_t scratch;         // bytes, for the layer that needs most
+    size_t batch;           // ints in the micro-batches of a step
+    size_t own_parameters;  // in this rank's share of a sharded optimizer, otherwise all
+    size_t own_gradients;   // the same and a gate. 0 if gradients are summed in place
+
+    // In how many layers a tensor is kept that backward reads. If all share one: kShared.
+    int kept() const { return training ? L : TensorSpec::kShared; }
+    // The same for a tensor that backward recomputes from this level of --recompute on.
+    int kept_below(int level) const { return recompute < level ? kept() : TensorSpec::kShared; }
+    // The same for keys and values.
     int cached() const { return training || cache ? L : TensorSpec::kShared; }
 };
 
-// This rank's share. The arrays lie back to back for any number of shards, because a checkpoint is
-// put together from their pieces. In bf16 fp32 master weights stand beside the parameters.
+// AdamW's state of this rank's share: both moments, and in bf16 the fp32 master weights. The arrays
+// have no gaps between them for any number of ranks, because a checkpoint is put together from
+// them.
 template <class X>
 struct Optimizer {
     using A = Acc<X>;
     A *m, *v, *master;
+
     static TensorList list(const Sizes& s) {
         TensorList t;
-        t.once("m", &Optimizer::m, s.parameters);
-        t.once("v", &Optimizer::v, s.parameters);
-        t.once("master", &Optimizer::master, std::is_same_v<X, A> ? 0 : s.parameters);
+        t.once("m", &Optimizer::m, s.own_parameters);
+        t.once("v", &Optimizer::v, s.own_parameters);
+        t.once("master", &Optimizer::master, std::is_same_v<X, A> ? 0 : s.own_parameters);
         return t;
     }
 };
@@ -45,24 +64,28 @@ struct Buffers {
     A *losses, *stats, *share;
     void* scratch;
     int *stop_flags, *batch;
+
     static TensorList list(const Sizes& s) {
-        const size_t gradient = s.training ? s.N * s.C : 0;
-        const size_t wide = s.recompute >= 1 ? 4 * gradient : 0;
+        const size_t dresidual = s.training ? s.N * s.C : 0;
+        const size_t wide_gradient = s.recompute >= 1 ? 4 * dresidual : 0;
+
         TensorList t;
-        // (chunk, Vp): the classifier works on a chunk of rows at a time. Backward needs no logits,
-        // and from --recompute 1 on it has the gradient of fch, then of qkv here, (N, 4C).
-        t.once("logits", &Buffers::logits, std::max(s.chunk * s.Vp, wide));
-        t.once("losses", &Buffers::losses, s.N);    // (N)
-        t.once("stats", &Buffers::stats, s.stats);  // run/statistics.h
-        // this rank's summed gradients and a gate, or nothing
-        t.once("share", &Buffers::share, s.share);
+        // (chunk, Vp) the classifier works on one chunk of rows at a time. In backward, from
+        // --recompute 1 on, also (N, 4C) the gradient of fch, then of qkv.
+        t.once("logits", &Buffers::logits, std::max(s.chunk * s.Vp, wide_gradient));
+        // (N) the loss of every row
+        t.once("losses", &Buffers::losses, s.N);
+        // DeviceStatistics (run/statistics.h)
+        t.once("stats", &Buffers::stats, s.stats);
+        // the summed gradients of this rank's share, and a gate
+        t.once("share", &Buffers::share, s.own_gradients);
         // (N, C) gradient of the residual stream
-        t.once("dresidual", &Buffers::dresidual, gradient);
-        // for whichever layer runs: D, partial sums, …
+        t.once("dresidual", &Buffers::dresidual, dresidual);
+        // for whichever layer runs: D of attention, partial sums, …
         t.once("scratch", &Buffers::scratch, (s.scratch + 3) / 4);
-        // (ranks) who ends after this step, and why (run/stop.h)
+        // (ranks) which ranks want to stop after this step, and why (run/stop.h)
         t.once("stop_flags", &Buffers::stop_flags, s.ranks);
-        // tokens, targets and encoder plans of a whole step
+        // tokens, targets and encoder plans of all micro-batches of a step
         t.once("batch", &Buffers::batch, s.batch);
         return t;
     }

@@ -76,8 +76,9 @@ class Checkpoints {
         ranks_.set_timeout(0);  // a disk may take its time
         if (writer_.valid())
             finish_writing();
+        // The other ranks may still be waiting for rank 0's disk.
         if (ranks_.rank == 0)
-            ranks_.set_timeout(o_.timeout);  // the other ranks may still be waiting for rank 0's disk
+            ranks_.set_timeout(o_.timeout);
         saved_step_ = ranks_.broadcast(saved_step_);
         ranks_.set_timeout(o_.timeout);
     }

@@ -1,11 +1,12 @@
-// What the ranks of a job do together with a model's gradients, losses and parameters in every
-// step.
+// What the ranks of a job do together in every step: sum gradients, and gather losses and updated
+// parameters.
 //
 // Gradients are summed all at once after backward, or with --overlap each layer's matmul weights as
-// soon as backward has finished that layer. Between machines there is much time to hide. On one
-// machine hiding it costs more than it saves, because NCCL's blocks and the power they draw are
-// missing in backward. On 4 H200s with 124M at B = 64 a step takes 105.5 ms without any sums, 108.0
-// with all at its end, and 109.4 with each layer's beside backward.
+// soon as backward has finished that layer. Between machines a sum takes so long that it pays to
+// overlap it with backward. On one machine overlapping costs more than it saves, because NCCL's
+// blocks take SMs and power away from backward. On 4 H200s with 124M at B = 64 a step takes 105.5
+// ms without any sums, 108.0 with all of them after backward, and 109.4 with each layer's
+// overlapped.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -19,8 +20,8 @@
 
 constexpr int kNoLayer = -1;
 
-// Starts summing a layer's gradients over the ranks, or with kNoLayer those of all tensors that do
-// not go by layer.
+// Starts to sum a layer's gradients over the ranks or, with kNoLayer, those of all tensors that are
+// not summed layer by layer.
 template <class Model>
 void sum_gradients(Model& m, int layer = kNoLayer) {
     if (layer != kNoLayer && !m.ranks.overlap)
@@ -29,6 +30,7 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
     auto& comm = *m.ranks.comm;
     const std::vector<ParamRange> own = m.share(m.ranks.rank);
     const int l = std::max(layer, 0);
+
     comm.fork();
     comm.group([&] {
         for (size_t i = 0; i < m.params.tensors.size(); i++) {
@@ -44,25 +46,26 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
     });
 }
 
-// Every rank gets all losses of the step. Afterwards the sums of gradients are complete too.
+// Gives every rank all losses of the step, after the sums that sum_gradients() started. What the
+// device is given from here on waits for both.
 template <class Model>
 void gather_losses(Model& m) {
     m.ranks.comm->all_gather(m.statistics().losses(), m.micro_steps);
     m.ranks.comm->join();
 }
 
-// The summed gradients that this rank updates with, and after them a gate of zeros.
+// The summed gradients of this rank's share, followed by a gate of zeros.
 template <class Model>
 typename Model::A* gradients_to_update(Model& m) {
     if (!m.ranks.sharded)
-        return m.gradients().wte;  // clear_gradients() made the zeros
+        return m.all_gradients();  // whose gate clear_gradients() has cleared
     auto* const g = m.workspace().share;
-    m.dev.zero(g + m.sizes.parameters, kGate * sizeof(*g));
+    m.dev.zero(g + m.sizes.own_parameters, kGate * sizeof(*g));
     return g;
 }
 
-// The norm over all ranks of n gradients of each. Of a sharded optimizer's it is the norm of the
-// shares' norms.
+// The norm of the gradient, of which g[0, n) is this rank's share or, if the optimizer is not
+// sharded, everything.
 template <class Model>
 const typename Model::A* norm_of_gradients(Model& m, const typename Model::A* g, size_t n) {
     const auto statistics = m.statistics();
@@ -72,6 +75,8 @@ const typename Model::A* norm_of_gradients(Model& m, const typename Model::A* g,
         global_norm(m.dev, norm, scratch, g, n);
         return norm;
     }
+
+    // The norm of the norms of all shares.
     auto* const norms = statistics.norms_of_shares();
     global_norm(m.dev, norms + m.ranks.rank, scratch, g, n);
     in_order(*m.ranks.comm, [&] { m.ranks.comm->all_gather(norms, 1); });
@@ -79,19 +84,20 @@ const typename Model::A* norm_of_gradients(Model& m, const typename Model::A* g,
     return norm;
 }
 
-// Gathers the ranks' updated shares of the parameters on all ranks.
+// Gives every rank the parameters that the others have updated.
 template <class Model>
 void gather_parameters(Model& m) {
     auto& comm = *m.ranks.comm;
     const auto gather = [&] {
-        for (const ParamRange& range : m.share(0))  // rank 0's pieces are where each tensor's begin
+        // A rank's piece of a tensor is the rank-th of equal ones, so they start at rank 0's.
+        for (const ParamRange& range : m.share(0))
             for (size_t p = 0; p < range.pieces; p++)
-                comm.all_gather(m.weights().wte + range.piece(p), range.size);
+                comm.all_gather(m.all_parameters() + range.piece(p), range.size);
     };
     in_order(comm, [&] { comm.group(gather); });
 }
 
-// Rank 0's parameters, or its whole optimizer's state, are copied to all ranks.
+// Copies rank 0's parameters, or its whole optimizer state, to all ranks.
 template <class Model>
 void broadcast(Model& m, const Arena& arena) {
     if (m.ranks.size > 1)

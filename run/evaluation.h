@@ -1,5 +1,5 @@
-// What a model knows: its loss on data that it has not seen, its answers to multiple-choice
-// questions, and what a run shows of these, and of the model's texts, every so many steps.
+// What a model has learned: its loss on validation data and its answers to multiple-choice
+// questions. During a run, Evaluation shows both every few steps, and samples of the model's text.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -20,32 +20,48 @@
 #include "run/settings.h"
 #include "run/stop.h"
 
+// -------------------------------------------------------------------------------------------------
+// Validation
+
+// Validation data is read in order.
+inline std::unique_ptr<Loader> validation_data(const Options& o, const Source& source,
+                                               int vocabulary, const Tokenizer& tokenizer) {
+    return std::make_unique<Loader>(source, LoaderOptions{.B = o.B, .T = o.T, .vocab = vocabulary},
+                                    tokenizer);
+}
+
 struct Validation {
-    double loss;
+    double loss;  // mean over the windows
     uint64_t windows;
 };
 
-// Mean loss over the windows of the loader's first `at_most` batches, or over all windows if it is
-// not positive or too large. Each rank evaluates its share of the batches, and ranks that share
-// sequences their tokens of each window. The windows' losses are summed in fp64 and in their order,
-// whatever the number of ranks. Windows that fill up the last batch do not count. If the data
-// cannot be read, all ranks end together, and this one throws.
+// The mean loss over the windows of the loader's first `max_batches` batches. If that is not
+// positive, or more than there are, it is the mean over all windows.
+//
+// Each group of ranks evaluates its part of the batches and, if its ranks share sequences, each
+// rank its tokens of every window. The windows' losses are added in fp64 and in the order of the
+// windows, so that the result does not depend on the number of ranks. The loader fills its last
+// batch with windows of the next epoch, which do not count. If a rank cannot read the data, it
+// still takes part in the sum, which the others wait for, and then throws.
 template <class Model>
-Validation validate(Model& model, Loader& loader, int at_most) {
+Validation validate(Model& model, Loader& loader, int max_batches) {
     const auto& ranks = model.ranks;
     Range range("validate");
     loader.reset();
-    std::vector<int> host(model.batch_ints());
     const uint64_t B = model.B;
     const uint64_t T = model.T;
     const uint64_t all = loader.windows();
-    const uint64_t windows = at_most > 0 ? std::min(at_most * B, all) : all;
-    std::vector<double> losses(windows);
-    std::vector<typename Model::A> tokens(B * T);
+    const uint64_t windows = max_batches > 0 ? std::min(max_batches * B, all) : all;
+    std::vector<double> losses(windows);  // 0 if another group of ranks evaluates the window
+    std::vector<int> host(model.batch_ints());
+    std::vector<typename Model::A> token_losses(B * T);
+
     std::exception_ptr error;
     try {
         for (uint64_t first = 0; first < windows; first += B) {
-            if (first / B % ranks.groups() != uint64_t(ranks.group())) {
+            const uint64_t batch = first / B;
+            const bool is_mine = batch % ranks.groups() == uint64_t(ranks.group());
+            if (!is_mine) {
                 loader.skip(1);
                 continue;
             }
@@ -53,9 +69,10 @@ Validation validate(Model& model, Loader& loader, int at_most) {
             model.upload(host.data(), 1);
             model.evaluate_micro_batch(0);
             note_progress();
-            model.dev.download(tokens.data(), model.losses(), tokens.size() * sizeof(tokens[0]));
+            model.dev.download(token_losses.data(), model.losses(),
+                               token_losses.size() * sizeof(token_losses[0]));
             for (uint64_t w = first; w < std::min(first + B, windows); w++) {
-                const auto begin = tokens.begin() + (w - first) * T;
+                const auto begin = token_losses.begin() + (w - first) * T;
                 losses[w] = std::accumulate(begin, begin + T, 0.0) / (T * ranks.context);
             }
         }
@@ -66,70 +83,100 @@ Validation validate(Model& model, Loader& loader, int at_most) {
     note_progress();
     if (error)
         std::rethrow_exception(error);
-    return {std::accumulate(losses.begin(), losses.end(), 0.0) / windows, windows};
+    return {.loss = std::accumulate(losses.begin(), losses.end(), 0.0) / windows,
+            .windows = windows};
 }
 
-// losses[i][e] is the mean loss of ending e's tokens after choice i's context. The lowest is the
-// model's answer.
+// -------------------------------------------------------------------------------------------------
+// Multiple choice
+
+// An ending of a question. It is one sequence of a batch: the question's context, then the ending.
+struct EndingOfChoice {
+    size_t choice;
+    size_t ending;
+};
+
+// Writes the sequence's inputs and targets. Whatever follows the ending stays as it is.
+inline void write_sequence(const Choice& choice, size_t ending, int* inputs, int* targets) {
+    std::vector<int> text = choice.context;
+    const std::vector<int>& rest = choice.endings[ending];
+    text.insert(text.end(), rest.begin(), rest.end());
+    std::copy(text.begin(), text.end() - 1, inputs);
+    std::copy(text.begin() + 1, text.end(), targets);
+}
+
+// The mean loss of the ending's tokens, given the losses of a sequence's positions. The ending's
+// first token is predicted at the last position of the context.
+template <class A>
+double ending_loss(const Choice& choice, size_t ending, const A* losses) {
+    const A* const first = losses + choice.context.size() - 1;
+    const size_t n = choice.endings[ending].size();
+    return std::accumulate(first, first + n, 0.0) / n;
+}
+
+// result[i][e] is the mean loss of the tokens of ending e after the context of choice i. The ending
+// with the lowest loss is the model's answer.
 template <class Model>
 std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
     Range range("multiple choice");
     const size_t B = model.B;
     const size_t T = model.T;
     const size_t N = B * T;
-    struct Row {
-        size_t choice;
-        size_t ending;
-    };
-    std::vector<Row> rows;  // of all batches, one after another
+    std::vector<EndingOfChoice> sequences;  // of all batches
     for (size_t i = 0; i < choices.size(); i++)
         for (size_t e = 0; e < choices[i].endings.size(); e++)
-            rows.push_back({i, e});
-    std::vector<double> means(rows.size());  // 0 if another rank computes it
+            sequences.push_back({.choice = i, .ending = e});
+
+    std::vector<double> means(sequences.size());  // 0 if another rank computes it
     std::vector<int> host(model.batch_ints());
-    std::vector<typename Model::A> position(N);
-    for (size_t first = 0; first < rows.size(); first += B) {
-        if (first / B % model.ranks.size != size_t(model.ranks.rank))
+    std::vector<typename Model::A> token_losses(N);
+    for (size_t first = 0; first < sequences.size(); first += B) {
+        const size_t batch = first / B;
+        const bool is_mine = batch % model.ranks.size == size_t(model.ranks.rank);
+        if (!is_mine)
             continue;
-        const size_t last = std::min(first + B, rows.size());
+
+        const size_t last = std::min(first + B, sequences.size());
         std::fill(host.begin(), host.end(), 0);
-        for (size_t r = first; r < last; r++) {
-            const auto [i, e] = rows[r];
-            std::vector<int> text = choices[i].context;
-            text.insert(text.end(), choices[i].endings[e].begin(), choices[i].endings[e].end());
-            std::copy(text.begin(), text.end() - 1, &host[(r - first) * T]);
-            std::copy(text.begin() + 1, text.end(), &host[N + (r - first) * T]);
+        for (size_t s = first; s < last; s++) {
+            int* const inputs = host.data() + (s - first) * T;
+            int* const targets = inputs + N;
+            write_sequence(choices[sequences[s].choice], sequences[s].ending, inputs, targets);
         }
         model.upload(host.data(), 1);
         model.evaluate_micro_batch(0);
         note_progress();
-        model.dev.download(position.data(), model.losses(), N * sizeof(position[0]));
-        for (size_t r = first; r < last; r++) {
-            const auto [i, e] = rows[r];
-            const size_t begin = (r - first) * T + choices[i].context.size() - 1;
-            const size_t n = choices[i].endings[e].size();
-            means[r] =
-                std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
-        }
+        model.dev.download(token_losses.data(), model.losses(), N * sizeof(token_losses[0]));
+        for (size_t s = first; s < last; s++)
+            means[s] = ending_loss(choices[sequences[s].choice], sequences[s].ending,
+                                   token_losses.data() + (s - first) * T);
     }
     model.ranks.sum_over_ranks(means);
     note_progress();
-    std::vector<std::vector<double>> losses(choices.size());
-    for (size_t r = 0; r < rows.size(); r++)
-        losses[rows[r].choice].push_back(means[r]);
-    return losses;
+
+    std::vector<std::vector<double>> result(choices.size());
+    for (size_t s = 0; s < sequences.size(); s++)
+        result[sequences[s].choice].push_back(means[s]);
+    return result;
 }
-inline int answer(const std::vector<double>& losses) {
-    return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
+
+inline int answer(const std::vector<double>& ending_losses) {
+    const auto lowest = std::min_element(ending_losses.begin(), ending_losses.end());
+    return static_cast<int>(lowest - ending_losses.begin());
 }
+
 inline int count_correct(const std::vector<std::vector<double>>& losses,
                          const std::vector<Choice>& choices) {
     int correct = 0;
     for (size_t i = 0; i < choices.size(); i++)
-        correct += answer(losses[i]) == choices[i].label;
+        if (answer(losses[i]) == choices[i].label)
+            correct++;
     return correct;
 }
 
+// -------------------------------------------------------------------------------------------------
+
+// Prints and logs, when due: the validation loss, the answers to --hellaswag, and samples.
 template <class Model>
 class Evaluation {
   public:
@@ -138,8 +185,7 @@ class Evaluation {
         : o_(o), model_(model), floor_(data.floor), tokenizer_(tokenizer), stop_(stop), log_(log) {
         const int V = model.config.V;
         if (!data.val.empty())
-            val_ = std::make_unique<Loader>(data.val, LoaderOptions{.B = o.B, .T = o.T, .vocab = V},
-                                            tokenizer);
+            val_ = validation_data(o, data.val, V, tokenizer);
         if (o.sample_every && model.ranks.rank == 0)
             prompt_ = start_of_text(tokenizer, o.prompt, V);
         if (!o.hellaswag.empty())
@@ -147,34 +193,24 @@ class Evaluation {
     }
 
     const Loader* loader() const { return val_.get(); }  // null without validation data
-    double loss() const { return loss_; }                // the last one, NaN before
+    double loss() const { return loss_; }                // of the last validation, or NaN
     std::string floor() const { return std::isnan(floor_) ? "" : format(" | floor %.4f", floor_); }
 
-    // `step` steps are done.
+    // Call this when `step` steps are done.
     void run_if_due(int step) {
-        if (due(o_.val_every, step)) {
+        if (is_due(o_.val_every, step)) {
             if (val_)
                 stop_.defer_error([&] { validate(step); });
             if (!choices_.empty())
                 answer_questions(step);
         }
-        if (due(o_.sample_every, step) && step > 0 && model_.ranks.rank == 0)
-            sample(step);  // the other ranks wait at the next step
+        // Meanwhile the other ranks wait in the next step.
+        if (is_due(o_.sample_every, step) && step > 0 && model_.ranks.rank == 0)
+            sample(step);
     }
 
   private:
-    const Options& o_;
-    Model& model_;
-    const double floor_;
-    const Tokenizer& tokenizer_;
-    Stop<Model>& stop_;
-    Log& log_;
-    std::unique_ptr<Loader> val_;
-    std::vector<int> prompt_;  // of samples
-    std::vector<Choice> choices_;
-    double loss_ = NAN;
-
-    bool due(int every, int step) const {
+    bool is_due(int every, int step) const {
         return every > 0 && (step % every == 0 || step == o_.max_steps);
     }
 
@@ -205,4 +241,15 @@ class Evaluation {
         std::puts("\n---");
         stop_.defer_error([&] { log_.write(Row("sample").add("step", step).add("text", text)); });
     }
+
+    const Options& o_;
+    Model& model_;
+    const double floor_;  // no model can get below this loss; NaN if it is not known
+    const Tokenizer& tokenizer_;
+    Stop<Model>& stop_;
+    Log& log_;
+    std::unique_ptr<Loader> val_;
+    std::vector<int> prompt_;  // that samples continue
+    std::vector<Choice> choices_;
+    double loss_ = NAN;
 };

@@ -1,4 +1,4 @@
-// What a model is made for if not for training: --eval-only and --generate.
+// The two modes that do not train: --eval-only and --generate.
 #pragma once
 #include <cmath>
 #include <cstdio>
@@ -14,36 +14,9 @@
 #include "run/settings.h"
 #include "run/weights.h"
 
-// --eval-only prints the loss over the whole validation data, and the answers to --hellaswag one by
-// one.
-template <class Model, class Config, class Ranks>
-int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file,
-                 const Ranks& ranks) {
-    resolve_sizes(o, config.max_T, config.C, std::string(Model::Dev::kind) == "cpu", ranks.size);
-    Model model(dev, config, {.attention = o.kernel(), .B = o.B, .T = o.T / ranks.context}, ranks);
-    std::vector<Choice> choices;
-    if (!o.hellaswag.empty())
-        choices = read_choices(o.hellaswag, config.V, o.T);
-    std::unique_ptr<Loader> val;
-    double floor = NAN;
-    if (choices.empty() || !o.val_data.empty()) {
-        const Data data = o.val_data.empty() ? find_data(o) : Data{"", o.val_data};
-        if (data.val.empty())
-            throw UsageError("--eval-only with -i needs validation data: give it with -j");
-        val = std::make_unique<Loader>(
-            data.val, LoaderOptions{.B = o.B, .T = o.T, .vocab = config.V}, Tokenizer(o.tokenizer));
-        floor = data.floor;
-    }
-    allocate_or_explain(model);
-    from_file ? load(model, o.init) : init_random(model, o.seed);
-    if (val) {
-        if (ranks.rank == 0)
-            std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
-        const auto [loss, windows] = validate(model, *val, o.val_batches);
-        std::printf("val loss %.6f over %zu sequences of %d tokens%s\n", loss, windows, o.T,
-                    std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
-    }
-    const std::vector<std::vector<double>> losses = ending_losses(model, choices);
+// Prints the answer to each question, with the losses that it follows from, and how many are right.
+inline void print_answers(const std::vector<Choice>& choices,
+                          const std::vector<std::vector<double>>& losses) {
     for (size_t i = 0; i < choices.size(); i++) {
         std::string line;
         for (double loss : losses[i])
@@ -52,42 +25,89 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
                     answer(losses[i]), choices[i].label, line.c_str());
     }
     const int correct = count_correct(losses, choices);
+    std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(),
+                100.0 * correct / choices.size());
+}
+
+// --eval-only prints the loss over the whole validation data, and the answers to the questions of
+// --hellaswag one by one. With --hellaswag, validation data is used only if -j names some.
+template <class Model, class Config, class Ranks>
+int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file,
+                 const Ranks& ranks) {
+    const bool on_cpu = std::string(Model::Dev::kind) == "cpu";
+    resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
+    Model model(dev, config, {.attention = o.kernel(), .B = o.B, .T = o.T / ranks.context}, ranks);
+
+    std::vector<Choice> choices;
+    if (!o.hellaswag.empty())
+        choices = read_choices(o.hellaswag, config.V, o.T);
+    std::unique_ptr<Loader> val;
+    double floor = NAN;
+    if (choices.empty() || !o.val_data.empty()) {
+        const Data data = o.val_data.empty() ? find_data(o) : Data{.val = o.val_data};
+        if (data.val.empty())
+            throw UsageError("--eval-only with -i needs validation data: give it with -j");
+        val = validation_data(o, data.val, config.V, Tokenizer(o.tokenizer));
+        floor = data.floor;
+    }
+
+    allocate_or_explain(model);
+    if (from_file)
+        load(model, o.init);
+    else
+        init_random(model, o.seed);
+
+    if (val) {
+        if (ranks.rank == 0)
+            std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
+        const auto [loss, windows] = validate(model, *val, o.val_batches);
+        std::printf("val loss %.6f over %zu sequences of %d tokens%s\n", loss, windows, o.T,
+                    std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
+    }
     if (!choices.empty())
-        std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(),
-                    100.0 * correct / choices.size());
+        print_answers(choices, ending_losses(model, choices));
     return 0;
 }
 
-// --generate streams the texts that follow --prompt.
+// --generate prints the texts that follow --prompt, token by token.
 template <class Model, class Config>
 int run_generate(const typename Model::Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
     const Tokenizer tokenizer(o.tokenizer);
     Model model(dev, config, {.attention = o.kernel(), .B = 1, .T = T, .cache = true});
-    if (o.memory)
-        return print_memory_table(model), 0;
+    if (o.memory) {
+        print_memory_table(model);
+        return 0;
+    }
     const std::vector<int> context = start_of_text(tokenizer, o.prompt, config.V);
     allocate_or_explain(model);
     load(model, o.init);
+
     TextPrinter printer;
-    int tokens = -o.samples;  // the prompts are none
-    const double start = now();
-    const auto write = [&](const std::string& text) {
-        tokens++;
+    const auto print = [&](const std::string& text) {
         printer.print(text);
         if (std::fflush(stdout))
             throw file_error("the text", "write", errno);
     };
+    int generated = 0;  // tokens
+    const auto print_token = [&](const std::string& text) {
+        generated++;
+        print(text);
+    };
+
+    const Sampling sampling = {.temperature = o.temperature, .top_k = o.top_k};
+    const double start = now();
     for (int i = 0; i < o.samples; i++) {
         if (i > 0)
             std::puts("---");
-        write(o.prompt);
-        generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k},
-                 uint64_t(o.seed) + i, write);
+        print(o.prompt);
+        generate(model, tokenizer, context, o.generate, sampling, uint64_t(o.seed) + i,
+                 print_token);
         printer.end();
         std::puts("");
     }
     const double seconds = now() - start;
-    std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);
+    std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", generated, seconds,
+                 generated / seconds);
     return 0;
 }

@@ -8,29 +8,29 @@ double mfu_percent(size_t flops_per_token, double tokens_per_second, int ranks, 
 }
 
 void StepReport::restart_timer(int done, int first) {
-    step_began_ = now();
+    step_start_ = now();
     if (done <= first + 2) {
         paced_from_ = done;
-        pace_began_ = step_began_;
+        pace_start_ = step_start_;
         paced_seconds_ = 0;
     }
 }
 
 Row StepReport::step(int done, const Statistics& statistics) {
     const double lr = o_.learning_rate(done - 1);
-    const double seconds = now() - step_began_;
+    const double seconds = now() - step_start_;
     const double tok_s = o_.tokens_per_step / seconds;
     const double mfu = mfu_percent(machine_.flops_per_token, tok_s, machine_.ranks, machine_.peak);
     loss_ = statistics.loss;
     paced_to_ = done;
     paced_seconds_ += seconds;
 
-    const double seconds_per_step = (now() - pace_began_) / (done - paced_from_);
+    const double seconds_per_step = (now() - pace_start_) / (done - paced_from_);
+    const double eta = (o_.max_steps - done) * seconds_per_step;
     std::printf(
         "step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n",
         done, o_.max_steps, loss_, statistics.norm, lr, seconds * 1e3, tok_s,
-        machine_.peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
-        minutes((o_.max_steps - done) * seconds_per_step).c_str());
+        machine_.peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a", minutes(eta).c_str());
 
     Row row("train");
     row.add("step", done).add("loss_nats", loss_).add("grad_norm", statistics.norm).add("lr", lr);

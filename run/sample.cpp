@@ -1,30 +1,51 @@
-// The choice of a token. It is compiled for speed, because the GPU waits for it.
+// Draws a token. This file is compiled for speed, because the GPU waits for it.
 #include "run/sample.h"
 
 #include <cmath>
 #include <numeric>
 
-int sample_token(std::vector<float> p, const Sampling& s, double u) {
-    if (s.temperature <= 0)
-        return static_cast<int>(std::max_element(p.begin(), p.end()) - p.begin());
-    if (s.top_k > 0 && static_cast<size_t>(s.top_k) < p.size()) {
-        std::vector<int> order(p.size());  // the largest and the first of equals first
-        std::iota(order.begin(), order.end(), 0);
-        std::partial_sort(order.begin(), order.begin() + s.top_k, order.end(),
-                          [&](int x, int y) { return p[x] != p[y] ? p[x] > p[y] : x < y; });
-        for (size_t i = s.top_k; i < order.size(); i++)
-            p[order[i]] = -INFINITY;
+namespace {
+
+// Makes all but the k largest logits -∞. Of equal ones the first count as larger.
+void keep_top_k(std::vector<float>& logits, int k) {
+    std::vector<int> order(logits.size());
+    std::iota(order.begin(), order.end(), 0);
+    const auto larger = [&](int x, int y) {
+        return logits[x] != logits[y] ? logits[x] > logits[y] : x < y;
+    };
+    std::partial_sort(order.begin(), order.begin() + k, order.end(), larger);
+    for (size_t i = k; i < order.size(); i++)
+        logits[order[i]] = -INFINITY;
+}
+
+}  // namespace
+
+int sample_token(std::vector<float> logits, const Sampling& s, double u) {
+    if (s.temperature <= 0) {
+        const auto largest = std::max_element(logits.begin(), logits.end());
+        return static_cast<int>(largest - logits.begin());
     }
-    float top = p[0];
+    if (s.top_k > 0 && static_cast<size_t>(s.top_k) < logits.size())
+        keep_top_k(logits, s.top_k);
+
+    float top = logits[0];
 #pragma omp simd reduction(max : top)
-    for (size_t i = 0; i < p.size(); i++)
-        top = std::max(top, p[i]);
+    for (size_t i = 0; i < logits.size(); i++)
+        top = std::max(top, logits[i]);
+
+    std::vector<float>& p = logits;  // becomes the probabilities, times `sum`
     double sum = 0;
-    double seen = 0;
-    for (float& x : p)
-        sum += x = std::exp((x - top) / s.temperature);
-    size_t i = 0;
-    while ((seen += p[i]) <= u * sum && i + 1 < p.size())
-        i++;
-    return static_cast<int>(i);
+    for (float& x : p) {
+        x = std::exp((x - top) / s.temperature);
+        sum += x;
+    }
+
+    // The first token whose cumulative probability exceeds u, or the last token.
+    size_t token = 0;
+    double cumulative = p[0];
+    while (cumulative <= u * sum && token + 1 < p.size()) {
+        token++;
+        cumulative += p[token];
+    }
+    return static_cast<int>(token);
 }

@@ -1,4 +1,4 @@
-// Text from a model, a token at a time.
+// Text from a model, one token at a time.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -13,23 +13,27 @@
 
 struct Sampling {
     float temperature = 1.f;
-    int top_k = 0;  // 0: all
+    int top_k = 0;  // 0: all tokens
 };
 
-// Draws a token from softmax(logits / temperature) over the top_k largest by the uniform u.
-// Temperature 0: the largest.
+// Draws a token from softmax(logits / temperature), restricted to the top_k largest. u is uniform
+// in [0, 1). With temperature 0 it is the largest.
 int sample_token(std::vector<float> logits, const Sampling& s, double u);
 
-// The first of n tokens that a model with T positions sees. A text that outgrows them goes on from
-// their last half.
+// The first of n tokens that a model with T positions sees. It sees a window of at most T tokens. A
+// text that outgrows the window moves it forward to the most recent half.
 inline int window_begin(int n, int T) {
-    const int step = T - (T + 1) / 2 + 1;
-    return n <= T ? 0 : (n - T + step - 1) / step * step;
+    if (n <= T)
+        return 0;
+    const int shortest = (T + 1) / 2;  // tokens in the window after it has moved
+    const int stride = T + 1 - shortest;
+    const int moves = (n - T + stride - 1) / stride;
+    return moves * stride;
 }
 
-// Logits of the token after `context`. Every layer's qkv is the cache: its rows are those of the
-// window's tokens. If the last call was for the same context without its last token (`grown`), only
-// that token's row is computed.
+// Logits of the token after `context`. `grown`: the last call was for the same context without its
+// last token. Then qkv, the KV cache, holds the other tokens' rows, and only one row is computed,
+// unless the window has moved.
 template <class Model>
 std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<int>& context,
                                               bool grown = false) {
@@ -37,24 +41,30 @@ std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<in
     const auto& config = model.config;
     const int n = static_cast<int>(context.size());
     const int begin = window_begin(n, model.T);
-    const int used = n - begin;
-    const int past = grown && begin == window_begin(n - 1, model.T) ? used - 1 : 0;
-    // Rounds t up so that matmul plans are reused from text to text. The last token cannot see what
-    // follows it.
-    const int t = past ? 1 : std::min((used + 63) / 64 * 64, model.T);
+    const int window = n - begin;  // tokens
+    const bool cached = grown && begin == window_begin(n - 1, model.T);
+    const int past = cached ? window - 1 : 0;
+    const int last_row = window - past - 1;  // the last token's, among the rows to compute
+
+    // Otherwise the number of rows is rounded up, so that matmul plans are reused for other texts.
+    // The last token does not see the rows after it.
+    const int t = past > 0 ? 1 : std::min((window + 63) / 64 * 64, model.T);
     std::vector<int> tokens(context.begin() + begin + past, context.end());
     tokens.resize(t);
+
     const auto buffers = model.workspace();
     model.dev.upload(buffers.batch, tokens.data(), tokens.size() * sizeof(int));
-    model.forward(buffers.batch, 1, t, true, past);
-    matmul_forward<X>(model.dev, buffers.logits,
-                      model.activations().lnf + size_t(used - past - 1) * config.C,
-                      model.weights().wte, nullptr, 1, config.C, config.Vp);
+    model.forward(buffers.batch, {.b = 1, .t = t, .past = past, .alone = true});
+    const X* last = model.activations().lnf + size_t(last_row) * config.C;
+    matmul_forward<X>(model.dev, buffers.logits, last, model.weights().wte, nullptr, 1, config.C,
+                      config.Vp);
+
     std::vector<X> logits(config.V);
     model.dev.download(logits.data(), buffers.logits, logits.size() * sizeof(X));
     return logits;
 }
 
+// A model with V tokens can generate text if <|endoftext|> is one of them.
 inline bool can_generate(int V) {
     return V == kByteVocab || V > kEndOfText;
 }
@@ -62,7 +72,7 @@ inline int end_of_text(int V) {
     return V == kByteVocab ? kByteEndOfText : kEndOfText;
 }
 
-// What a model with V tokens continues: <|endoftext|> and the prompt.
+// The tokens that a model with V tokens continues: <|endoftext|> and the prompt.
 inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::string& prompt,
                                       int V) {
     if (!can_generate(V))
@@ -75,12 +85,12 @@ inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::str
     return context;
 }
 
-// Continues `context` by up to n tokens, up to the next <|endoftext|>. Returns their text. `see`
-// gets the text of each as it comes.
+// Continues `context` by at most n tokens, until the next <|endoftext|>, and returns their text.
+// on_token(text) is called with each token's text at once.
 template <class Model>
 std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> context, int n,
                      const Sampling& s, uint64_t seed,
-                     const std::function<void(const std::string&)>& see = nullptr) {
+                     const std::function<void(const std::string&)>& on_token = nullptr) {
     std::string text;
     for (int i = 0; i < n; i++) {
         const auto logits = logits_of_last(model, context, i > 0);
@@ -89,10 +99,11 @@ std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> 
         if (token == end_of_text(model.config.V))
             break;
         context.push_back(token);
+
         const std::string piece = tokenizer.decode(token);
         text += piece;
-        if (see)
-            see(piece);
+        if (on_token)
+            on_token(piece);
     }
     return text;
 }

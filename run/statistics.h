@@ -1,4 +1,4 @@
-// The statistics of a step: what the device writes and the host reads once a step.
+// The statistics of a step, which the device writes and the host reads.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -6,14 +6,18 @@
 #include "common/types.h"
 
 struct Statistics {
-    double loss;  // the mean of all micro-batches of all ranks
+    double loss;  // mean over all micro-batches of all ranks
     double norm;  // of the gradient, before clipping
+
     bool finite() const { return std::isfinite(loss) && std::isfinite(norm); }
 };
 
-// Where they are in device memory. Rank r's losses are written by rank r and gathered. The
-// gradient's norm follows, and then, of a sharded optimizer, the norm of each rank's share, from
-// which every rank computes that of the whole.
+// The statistics in device memory, one array after another:
+//
+//   losses            (ranks, micro_steps): rank r writes row r, then the rows are gathered
+//   norm              (1): of the gradient
+//   norms_of_shares   (ranks): of each rank's share of the gradient, if the optimizer is sharded.
+//                     From these every rank computes the norm of the whole.
 template <class A>
 struct DeviceStatistics {
     A* base;
@@ -23,13 +27,14 @@ struct DeviceStatistics {
     size_t num_losses() const { return ranks * micro_steps; }
     size_t elements() const { return num_losses() + 1 + ranks; }
 
-    A* losses() const { return base; }  // (ranks, micro_steps)
+    A* losses() const { return base; }
     A* losses_of(int rank) const { return base + rank * micro_steps; }
     A* norm() const { return base + num_losses(); }
-    A* norms_of_shares() const { return norm() + 1; }  // (ranks)
+    A* norms_of_shares() const { return norm() + 1; }
 
-    // What the device had when it was told to mark() the moment. Losses are added up in the order
-    // of the data, whichever rank had it, so that the sum does not depend on the number of ranks.
+    // Waits only for what the device had been given when dev.mark() was called. Losses are added in
+    // the order of the data, for each micro-batch those of all ranks, so that the sum does not
+    // depend on the number of ranks.
     template <class Dev>
     Statistics download(const Dev& dev) const {
         std::vector<A> host(num_losses() + 1);
@@ -38,6 +43,6 @@ struct DeviceStatistics {
         for (size_t i = 0; i < micro_steps; i++)
             for (size_t r = 0; r < ranks; r++)
                 loss += host[r * micro_steps + i];
-        return {loss / num_losses(), host.back()};
+        return {.loss = loss / num_losses(), .norm = host.back()};
     }
 };

@@ -1,7 +1,7 @@
-// How a run ends before its last step: because of a signal, or of an error that does not spoil the
-// step at work, such as one of the data, the log or a checkpoint. Either ends all ranks after the
-// same step and with a checkpoint. So every rank sends all others a stop flag in every step, behind
-// the device's work.
+// How a run stops before its last step: because of a signal, or because of an error that does not
+// spoil the current step (of the data, the log or a checkpoint, say). In either case all ranks stop
+// after the same step, and with a checkpoint. That is why every rank sends a stop flag to all
+// others in every step, behind the device's work.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -14,14 +14,14 @@ template <class Model>
 class Stop {
   public:
     explicit Stop(Model& model) : model_(model) {
-        if (model.ranks.size > 1)
+        if (several_ranks())
             flag_ = static_cast<int*>(model.dev.alloc_host(sizeof(int)));
     }
     ~Stop() { model_.dev.free_host(flag_); }
     Stop(const Stop&) = delete;
     Stop& operator=(const Stop&) = delete;
 
-    // Runs the body. Its error ends the run after this step, if it is the first.
+    // Calls body(). If it throws, the run stops after this step. Only the first error is kept.
     template <class F>
     void defer_error(F body) {
         try {
@@ -32,9 +32,9 @@ class Stop {
         }
     }
 
-    // Tells all ranks what this one got so far, behind what the device does now.
-    void send() {
-        if (model_.ranks.size == 1)
+    // Sends this rank's flag to all others, once the device has done what it was given.
+    void send_flag() {
+        if (!several_ranks())
             return;
         *flag_ = int(g_signal) | (error_ ? kFailed : 0);
         int* const flags = model_.workspace().stop_flags;
@@ -42,34 +42,38 @@ class Stop {
         in_order(*model_.ranks.comm, [&] { model_.ranks.comm->all_gather(flags, 1); });
     }
 
-    // Learns what all ranks have sent.
-    void receive() {
-        if (model_.ranks.size == 1)
+    // Reads the flags that all ranks have sent.
+    void receive_flags() {
+        if (!several_ranks())
             return;
         std::vector<int> flags(model_.ranks.size);
         model_.dev.download_marked(flags.data(), model_.workspace().stop_flags,
                                    flags.size() * sizeof(int));
         for (const int flag : flags) {
-            signal_ = std::max(signal_, flag % kFailed);
-            failed_ |= flag >= kFailed;
+            signal_of_any_rank_ = std::max(signal_of_any_rank_, flag & ~kFailed);
+            any_rank_failed_ |= (flag & kFailed) != 0;
         }
     }
 
-    // The signal that any rank got, or 0.
-    int signal() const { return model_.ranks.size == 1 ? int(g_signal) : signal_; }
-    // Whether any rank has an error.
-    bool failed() const { return model_.ranks.size == 1 ? error_ != nullptr : failed_; }
-    // Throws the error of this rank, if it has one.
+    // A signal that some rank got, or 0.
+    int signal() const { return several_ranks() ? signal_of_any_rank_ : int(g_signal); }
+    // Whether some rank has an error.
+    bool failed() const { return several_ranks() ? any_rank_failed_ : error_ != nullptr; }
+    // Throws this rank's error, if it has one.
     void rethrow() const {
         if (error_)
             std::rethrow_exception(error_);
     }
 
   private:
-    static constexpr int kFailed = 256;  // in a flag, beside the number of a signal
+    // A flag is the number of a signal, or 0, and this bit if the rank has an error.
+    static constexpr int kFailed = 256;
+
+    bool several_ranks() const { return model_.ranks.size > 1; }
+
     Model& model_;
-    int* flag_ = nullptr;  // this rank's, pinned
+    int* flag_ = nullptr;  // this rank's, in pinned memory
     std::exception_ptr error_;
-    int signal_ = 0;       // of all ranks
-    bool failed_ = false;  // of all ranks
+    int signal_of_any_rank_ = 0;
+    bool any_rank_failed_ = false;
 };

@@ -1,9 +1,10 @@
-// A training run: the model and what accompanies it from step to step.
+// A training run: the model, and what accompanies it from step to step.
 #pragma once
 #include <cmath>
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "data/text.h"
@@ -19,8 +20,8 @@
 #include "run/settings.h"
 #include "run/stop.h"
 
-// The command that continues texts with the model of this run's output directory, for a shell in
-// the directory where this program was called, on the same device.
+// A shell command that generates text with the model in this run's output directory, on the same
+// device. It works in the directory from which this program was called.
 inline std::string command_to_generate(const Options& o) {
     // A directory that is called "tiny" must not be taken for the preset.
     const bool named_like_preset = preset_config(o.output_dir).has_value();
@@ -46,25 +47,26 @@ struct Run {
     const Dev& dev = model.dev;
     const Ranks<Dev>& ranks = model.ranks;
     const Data data;
-    const Tokenizer tokenizer;
+    const Tokenizer& tokenizer;
     int step = 0;        // steps done
-    int first_step = 0;  // those of them that earlier processes did
+    int first_step = 0;  // steps done by earlier processes
+    const double start = now();
 
     Log log;
     Stop<Model> stop;
     Batches<Model> batches;
-    const double began = now();
     Evaluation<Model> evaluation;
     Checkpoints<Model> checkpoints;
     StepReport report;
 
-    Run(const Options& o, Model& model, const Data& data)
+    Run(const Options& o, Model& model, const Data& data, const Tokenizer& tokenizer,
+        Loader train_data)
         : o(o),
           model(model),
           data(data),
-          tokenizer(o.tokenizer),
+          tokenizer(tokenizer),
           stop(model),
-          batches(o, model, data.train, tokenizer),
+          batches(o, model, std::move(train_data)),
           evaluation(o, model, data, tokenizer, stop, log),
           checkpoints(o, model, batches, stop, log),
           report(o, {.flops_per_token = model.config.flops_per_token(o.T),
@@ -74,18 +76,21 @@ struct Run {
     // ---------------------------------------------------------------------------------------------
     // Before the first step
 
+    // Prints the options that have been changed, the device, the model, the data and the memory.
     void describe() const {
-        const auto& c = model.config;
         Options settings = o;
         Options defaults;
-        if (ranks.size == 1) {
+        if (ranks.size == 1) {  // a single rank has no use for these
             defaults.zero = o.zero;
             defaults.overlap = o.overlap;
         }
+        // One of them is --prompt, which may contain anything.
+        print_text(options_changed(settings.table(), defaults.table()));
+
+        const Config& c = model.config;
         std::string attention = "plain loops";
         if constexpr (std::is_base_of_v<Cuda, Dev>)
             attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
-        print_text(options_changed(settings.table(), defaults.table()));  // it has the prompt
         std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(),
                     name_of(dtype_of<X>()), model.tf32() ? " with TF32 matmuls" : "",
                     attention.c_str());
@@ -103,61 +108,70 @@ struct Run {
                     by_arena(model, kMiB, 1).c_str());
     }
 
-    // Makes the model what the newest checkpoint of the output directory has. False if there is
-    // none.
+    // Continues from the newest checkpoint of the output directory. False if there is none.
     bool restore() {
         const int newest = checkpoints.restore();
         if (newest < 0)
             return false;
-        step = first_step = newest;
+        first_step = newest;
+        step = newest;
         return true;
     }
 
-    // All ranks must have the same data and parameters. That they have the same options has been
-    // checked before.
+    // Throws an Error if the ranks' data or parameters differ. Their options have been compared in
+    // the rendezvous.
     void check_ranks_agree() {
         if (ranks.size == 1)
             return;
         const struct {
             const char* name;
             uint64_t hash;
-        } all_equal[] = {
+        } must_be_equal[] = {
             {"data", batches.loader().identity()},
             {"validation data", evaluation.loader() ? evaluation.loader()->identity() : 0},
             {"parameters",
              checksum(dev, model.workspace().scratch, model.params.base, model.params.bytes)}};
-        for (const auto& [name, hash] : all_equal) {
-            const std::vector<uint64_t> all = ranks.all_gather(hash);
+        for (const auto& [name, hash] : must_be_equal) {
+            const std::vector<uint64_t> hashes = ranks.all_gather(hash);
             for (int r = 1; r < ranks.size; r++)
-                if (all[r] != all[0])
+                if (hashes[r] != hashes[0])
                     throw Error(
-                        format("%s: rank %d has others than rank 0; give all the same", name, r));
+                        format("%s: rank %d has different bytes than rank 0; give every "
+                               "rank the same files",
+                               name, r));
         }
     }
 
-    // A fresh run starts a new log. A resumed run drops the rows that it will write again. `output`
-    // is null on a rank that writes no files.
+    // Starts a new log or, when resuming, drops the rows of steps that will be done again. `output`
+    // is null on ranks that write no files.
     void open_log(OutputDir* output) {
         if (!output)
             return;
         checkpoints.clean_up(*output);
         const std::string path = o.output_dir + "/log.jsonl";
-        if (step > 0)
+        const bool resumed = step > 0;
+        if (resumed)
             Log::truncate_after(path, step);
-        log.open(path, step > 0);
+        log.open(path, resumed);
+
         std::string settings;
         for (const Field& option : options_settings(Options(o).table()))
             settings += option.name + " " + option.value + "\n";
         Row row("run");
-        row.add("device", dev.name)
-            .add("precision", name_of(dtype_of<X>()))
-            .add("attention", o.attention);
-        row.add("parameters", static_cast<long long>(model.num_parameters))
-            .add("B", o.B)
-            .add("T", o.T);
-        row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed);
-        row.add("gpus", ranks.size).add("context_parallel", ranks.context);
-        log.write(row.add("settings", settings).add("floor_nats", data.floor));
+        row.add("device", dev.name);
+        row.add("precision", name_of(dtype_of<X>()));
+        row.add("attention", o.attention);
+        row.add("parameters", static_cast<long long>(model.num_parameters));
+        row.add("B", o.B);
+        row.add("T", o.T);
+        row.add("tokens_per_step", o.tokens_per_step);
+        row.add("steps", o.max_steps);
+        row.add("seed", o.seed);
+        row.add("gpus", ranks.size);
+        row.add("context_parallel", ranks.context);
+        row.add("settings", settings);
+        row.add("floor_nats", data.floor);
+        log.write(row);
     }
 
     // ---------------------------------------------------------------------------------------------
@@ -173,45 +187,52 @@ struct Run {
     }
 
     void prepare_next_batches() {
-        stop.defer_error([&] { batches.prepare_next(step + 1 == o.max_steps); });
-        stop.send();
+        const bool is_last = step + 1 == o.max_steps;
+        stop.defer_error([&] { batches.prepare_next(is_last); });
+        stop.send_flag();
     }
 
-    // Reads the loss and the gradient's norm, prints and logs them. Throws if one is not finite.
+    // Waits for the loss and the gradient's norm, prints and logs them. Throws an Error if one of
+    // them is not finite.
     void end_step() {
         const Statistics statistics = model.statistics().download(dev);
         note_progress();
-        stop.receive();
-        if (!statistics.finite()) {
-            checkpoints.wait();  // so that the last good one is whole
-            const std::string what = format("step %d: loss %g, gradient norm %g", step + 1,
-                                            statistics.loss, statistics.norm);
-            check_parameters(model, what, checkpoints.last_good());
-            throw Error(what + "; nothing was updated; " + checkpoints.last_good());
-        }
+        stop.receive_flags();
+        if (!statistics.finite())
+            throw_not_finite(statistics);
         batches.advance();
         step++;
         const Row row = report.step(step, statistics);
         stop.defer_error([&] { log.write(row); });
     }
 
+    // Throws an Error that names what is not finite.
+    [[noreturn]] void throw_not_finite(const Statistics& statistics) {
+        checkpoints.wait();  // so that the last good checkpoint is complete
+        const std::string what = format("step %d: loss %g, gradient norm %g", step + 1,
+                                        statistics.loss, statistics.norm);
+        check_parameters(model, what, checkpoints.last_good());
+        throw Error(what + "; nothing was updated; " + checkpoints.last_good());
+    }
+
     // ---------------------------------------------------------------------------------------------
     // After the last step
 
-    // How it went, what is kept, what to do next.
+    // Prints how the run went, what is kept, and what to do next.
     void conclude() const {
         if (step == first_step || o.profile)
             return;
-        const double val = evaluation.loss();
+        const double val_loss = evaluation.loss();
+        const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
         std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step,
-                    minutes(now() - began).c_str(), report.loss(),
-                    std::isnan(val) ? "" : format(" | val loss %.4f", val).c_str(),
+                    minutes(now() - start).c_str(), report.loss(), val.c_str(),
                     evaluation.floor().c_str(), report.tokens_per_second());
+
         if (o.output_dir.empty()) {
             std::puts("nothing was kept: -o DIR keeps model and log");
             return;
         }
-        std::string next = "the same command with -y, which goes on";
+        std::string next = "the same command with -y, to continue this run";
         if (!stop.signal() && can_generate(model.config.V))
             next = command_to_generate(o);
         std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(),

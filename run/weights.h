@@ -1,4 +1,4 @@
-// A model's first parameters: random, or from a file.
+// The parameters a model starts with: random ones, or those of a file.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -19,9 +19,10 @@ struct FilePiece {
     size_t bytes;
 };
 
-// Reads bytes of a file in order and calls use(piece) for each piece, which may be uploaded: its
-// memory is used again only when the device has done what was called for it. A thread reads the
-// next piece meanwhile. Pieces are whole steps of a checksum, and have `most` bytes at most.
+// Reads file[begin, begin + bytes) in order and calls use(piece) for each piece, while a thread
+// reads the next one. `use` may start an upload of the piece: its memory is not overwritten before
+// the device has done everything it was given. Pieces have at most `most` bytes and, but for the
+// last, are whole steps of a checksum.
 template <class Dev, class F>
 void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, size_t most,
                F use) {
@@ -30,77 +31,96 @@ void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes
     constexpr size_t kStep = Checksum64::kStep;
     constexpr size_t kPiece = 32 << 20;
     const size_t needed = (bytes + kStep - 1) / kStep * kStep;
-    const size_t size = std::min({kPiece, needed, std::max(most / kStep, size_t(1)) * kStep});
+    const size_t allowed = std::max(most / kStep, size_t(1)) * kStep;
+    const size_t size = std::min({kPiece, needed, allowed});
+
+    // Two buffers: one is used while the other is filled.
     const auto free = [&](char* p) { dev.free_host(p); };
     const std::unique_ptr<char, decltype(free)> memory(static_cast<char*>(dev.alloc_host(2 * size)),
                                                        free);
-    const auto half = [&](size_t at) { return memory.get() + at / size % 2 * size; };
+    const auto buffer = [&](size_t at) { return memory.get() + ((at / size) % 2) * size; };
     const auto read = [&](size_t at) {
-        file.read(begin + at, half(at), std::min(size, bytes - at));
+        file.read(begin + at, buffer(at), std::min(size, bytes - at));
     };
 
-    std::future<void> reading;  // goes before the memory into which it reads
+    std::future<void> reading;  // is destroyed, and so waited for, before the memory it reads into
     read(0);
     for (size_t at = 0; at < bytes; at += size) {
         if (reading.valid())
             reading.get();
-        dev.sync();  // the piece before this one is no longer needed
+        dev.sync();  // the previous piece is no longer needed
         if (at + size < bytes)
             reading = start_async([&read, at, size] { read(at + size); });
-        use(FilePiece{.data = half(at), .offset = at, .bytes = std::min(size, bytes - at)});
+        use(FilePiece{.data = buffer(at), .offset = at, .bytes = std::min(size, bytes - at)});
         note_progress();
     }
     dev.sync();
 }
 
-// Throws Error if a parameter is not finite.
+// Throws an Error that begins with `what` if a parameter is not finite.
 template <class Model>
 void check_parameters(Model& model, const std::string& what, const std::string& advice) {
     for (size_t i = 0; i < model.params.tensors.size(); i++) {
         const TensorSpec& t = model.params.tensors[i];
         const auto* x = static_cast<const typename Model::X*>(model.params.at(i));
         const size_t bad = count_nonfinite(model.dev, model.workspace().scratch, x, t.elements());
-        if (bad)
+        if (bad > 0)
             throw Error(format("%s: not finite: %s (%zu of %zu elements); %s", what.c_str(), t.name,
                                bad, t.elements(), advice.c_str()));
     }
 }
 
-// GPT-2's initialisation (Radford et al. 2019, §2.3). Weights are normal with σ = 0.02, scaled by
-// 1/√(2L) in the two projections into the residual stream. Biases are 0 and layer norm weights 1.
+// The normal distribution that a tensor's first values are drawn from: GPT-2's initialisation
+// (Radford et al. 2019, §2.3). Weights have σ = 0.02, scaled by 1/√(2L) in the two projections into
+// the residual stream. Biases are 0 and layer norm weights 1.
+struct InitialDistribution {
+    double mean;
+    double sigma;
+};
+inline InitialDistribution initial_distribution(const TensorSpec& t, int L) {
+    const std::string name = t.name;
+    if (name == "attprojw" || name == "fcprojw")
+        return {.mean = 0, .sigma = 0.02 / std::sqrt(2.0 * L)};
+    if (t.decays())
+        return {.mean = 0, .sigma = 0.02};
+    const bool norm_weight = name == "ln1w" || name == "ln2w" || name == "lnfw";
+    return {.mean = norm_weight ? 1.0 : 0.0, .sigma = 0};
+}
+
 // Padding rows of wte are 0. Parameter i depends on the seed and i alone, so all ranks get the
 // same.
 template <class Model>
 void init_random(Model& model, uint64_t seed) {
     using A = typename Model::A;
     const auto& dev = model.dev;
-    const auto& config = model.config;
+    const Config& config = model.config;
     const auto own = model.share(model.ranks.rank);
     A* const master = model.optimizer().master;
+
     size_t begin = 0;  // of the tensor, among all parameters
     for (const TensorSpec& t : model.params.tensors) {
-        const std::string name = t.name;
-        const bool projection = name == "attprojw" || name == "fcprojw";
-        const bool norm_weight = name[0] == 'l' && name.back() == 'w';
-        const double sigma = !t.decays() ? 0 : projection ? 0.02 / std::sqrt(2.0 * config.L) : 0.02;
-        const double mean = norm_weight ? 1 : 0;
-        const size_t used = name == "wte" ? size_t(config.V) * config.C : t.elements();
+        const InitialDistribution init = initial_distribution(t, config.L);
+        const bool padded = std::string(t.name) == "wte";
+        const size_t end = begin + t.elements();
+        const size_t padding = padded ? begin + size_t(config.V) * config.C : end;
+        // Parameters first … first + n - 1, of which those from `padding` on are 0.
         const auto fill = [&](auto* x, size_t first, size_t n) {
-            const size_t random = first < begin + used ? std::min(n, begin + used - first) : 0;
-            init_normal(dev, x, random, mean, sigma, seed, first);
+            const size_t random = first < padding ? std::min(n, padding - first) : 0;
+            init_normal(dev, x, random, init.mean, init.sigma, seed, first);
             init_normal(dev, x + random, n - random, 0, 0, seed, 0);
         };
-        fill(model.weights().wte + begin, begin, t.elements());
+        fill(model.all_parameters() + begin, begin, t.elements());
         if (master)
-            for_each_part(own, begin, begin + t.elements(), [&](const SharePart& part) {
+            for_each_part(own, begin, end, [&](const SharePart& part) {
                 fill(master + part.state, part.parameter, part.count);
             });
-        begin += t.elements();
+        begin = end;
     }
     dev.sync();
 }
 
-// The parameters of a model file of type File, as X and as this rank's share of the master weights.
+// Loads a model file whose parameters are stored as `File`: all of them as X, and this rank's share
+// as master weights. The memory of activations holds each piece before it is converted.
 template <class File, class Model>
 void load_as(Model& model, const InputFile& file) {
     const auto& dev = model.dev;
@@ -113,7 +133,7 @@ void load_as(Model& model, const InputFile& file) {
         const size_t first = piece.offset / sizeof(File);
         const size_t count = piece.bytes / sizeof(File);
         dev.upload(staged, piece.data, piece.bytes);
-        convert(dev, model.weights().wte + first, values, count);
+        convert(dev, model.all_parameters() + first, values, count);
         if (master)
             for_each_part(own, first, first + count, [&](const SharePart& part) {
                 convert(dev, master + part.state, values + (part.parameter - first), part.count);
@@ -121,7 +141,7 @@ void load_as(Model& model, const InputFile& file) {
     });
 }
 
-// Those of a model file, whichever type it has.
+// Loads a model file of either type.
 template <class Model>
 void load(Model& model, const std::string& path) {
     const ModelHeader header = read_model_header(path);
