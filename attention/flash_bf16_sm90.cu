@@ -21,10 +21,11 @@
 // textbook's way for that tile. So 64 maxima, 4 shuffles and the rescaling of O are gone from the
 // loop.
 //
-// A warpgroup's step j, while the tensor cores also serve the other warpgroups:
+// A warpgroup's step, for tile j of keys; it walks from the last tile to the first. While its own
+// exponentials run, the tensor cores also serve the other warpgroups:
 //
-//   wait KFull(j)  │ S = Q K_jᵀ    │ O += P V_{j+1}, 16 keys at a time  │ O done: release,
-//                  │ tensor cores  │ between them P = exp(S − m), l     │ P to bf16
+//   start S = Q K_jᵀ │ wait for S │ start O += P V_{j+1}, 16 keys at a time, │ wait for O: release
+//                    │            │ and P_j = exp(S − m), l += between them  │ both tiles, pack P_j
 //
 //   operand  where                                      layout
 //   Q        shared memory, 2 slots a warpgroup         A of S: rows of 128 bytes, swizzled by TMA
@@ -33,15 +34,9 @@
 //   V        shared memory, Stages tiles                B of O, transposed by wgmma
 //   S, O     registers                                  accumulators, fp32
 //
-//   barrier         who arrives              who waits
-//   QFull[2][W]     TMA                      the warpgroup: its queries and its WorkTile are there
-//   QEmpty[2][W]    the warpgroup's threads  the producer: WorkTile has been read, the last product
-//                                            with Q is done
-//   KFull, VFull    TMA                      all consumers
-//   KEmpty, VEmpty  every consumer warp      the producer
-//
-// A block stays on its SM and fetches tiles of queries until none are left. While consumers finish
-// one, the producer loads the next.
+// A block stays on its SM and fetches work tiles, which are tiles of queries of a head, until none
+// are left. While consumers finish one, the producer loads the next. struct SharedMemory has the
+// mbarriers by which they wait for each other.
 //
 // Writes: out (bf16 or fp32), lse (every element).  Backward: flash_bf16_sm90_backward.cu.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0, compute capability 9.0 alone.
@@ -71,235 +66,263 @@ namespace {
 template <int HS>
 struct ForwardTiles {
     static constexpr int Warpgroups = HS == 64 ? 3 : 2;  // consumers, 64 queries each
-    static constexpr int Br = 64 * Warpgroups, Bc = 128;
+    static constexpr int Br = 64 * Warpgroups;
+    static constexpr int Bc = 128;
+    static constexpr int Stages = HS == 64 ? 4 : 2;  // of K and V, as many as fit
     static constexpr int Threads = 128 * (1 + Warpgroups);
-    static constexpr int Stages = HS == 64 ? 4 : 2;  // as many as fit
     static constexpr int ProducerRegisters = HS == 64 ? 32 : 40;
     static constexpr int ConsumerRegisters = HS == 64 ? 160 : 232;
-    static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
-    // Offsets in shared memory: Q twice, out, the stages, barriers, WorkTile twice. 200 KB, 224 KB.
-    static constexpr int Out = 2 * Warpgroups * QBytes, K = Out + Warpgroups * QBytes,
-                         V = K + Stages * KvBytes;
-    static constexpr int MostOfABarrier = 2 * Warpgroups;  // of six kinds
-    static constexpr int Barriers = V + Stages * KvBytes,
-                         NextWork = Barriers + 6 * MostOfABarrier * 8;
-    static constexpr int Smem = NextWork + 2 * 16;
-    static_assert(Smem <= 227 * 1024 && Stages <= MostOfABarrier);
 };
 
 // -------------------------------------------------------------------------------------------------
-// What a launch covers
+// What a launch covers, and the tile scheduler
 
-struct Problem {
-    int NH, Tq, Tk, heads;    // heads = B·NH
-    int shift;                // query i sees keys j ≤ i + shift
-    int tiles, group, items;  // items = tiles·heads
-    int counter;              // which of next_item
-    float scale_log2;         // scale·log2(e): the exponentials are powers of 2
+struct ForwardArgs {
+    int NH, Tq, Tk, heads;         // heads = B·NH
+    int shift;                     // query i sees keys j ≤ i + shift
+    int tiles, group, work_tiles;  // tiles of a head; heads of a group; tiles·heads
+    int counter;                   // which of next_ticket
+    float scale_log2;              // scale·log2(e): the exponentials are powers of 2
     RowStatsView<float> lse;
     HeadsView<float> out;  // if the results are fp32. In bf16 a tensor map says where they go
 };
 
-// Tiles are handed out as blocks come for them, which balances what no fixed assignment does: their
-// lengths differ, and so do SMs. Each launch needs a counter, which its last block sets back to 0;
-// launches that run at once have different ones.
-constexpr int kCounters = 1024;
-__device__ int next_item[kCounters];
-std::atomic<unsigned> launches;
-
-// One tile of queries of one head.
-struct WorkTile {
-    int b;  // −1: there is no more
+// A tile of queries of one head.
+struct ForwardWorkTile {
+    int b;  // −1: there are no more
     int h;
     int q0;
-    int k_tiles;  // of the last query
+    int k_tiles;  // that its last query sees
 };
-// Heads go in groups whose keys and values stay in L2; within a group the longest tiles come first,
-// so that the last to finish are short. Tiles are counted from the last query: if 64·Warpgroups
-// does not divide Tq, it is the first, short tile that has warpgroups without queries (q0 < 0), not
-// the longest.
+
+// Blocks take work tiles by ticket when they are ready for them, which balances what no fixed
+// assignment does: the tiles' lengths differ, and so do SMs. Tickets 0 to gridDim.x − 1 are the
+// blocks' first. Each launch has a counter for the others, because launches may run at once.
+constexpr int kCounters = 1024;
+__device__ int next_ticket[kCounters];
+std::atomic<unsigned> launches;
+
+__device__ __forceinline__ int take_ticket(const ForwardArgs& args) {
+    const int taken = atomicAdd(&next_ticket[args.counter], 1);
+    const bool is_last = taken == args.work_tiles - 1;  // every block has asked for the last time
+    if (is_last)
+        next_ticket[args.counter] = 0;
+    return gridDim.x + taken;
+}
+
+// Heads run in groups whose keys and values stay in L2. Within a group the longest tiles come
+// first, so that the last to finish are short. Tiles are counted from the last query: if Br does
+// not divide Tq, it is the first, short tile that has warpgroups without queries (q0 < 0), not the
+// longest.
 template <int Br, int Bc>
-__device__ __forceinline__ WorkTile work_item(const Problem& p, int item) {
-    const int first = item / (p.group * p.tiles) * p.group;
-    const int size = min(p.group, p.heads - first);
-    const int i = item - first * p.tiles;
+__device__ __forceinline__ ForwardWorkTile work_tile(const ForwardArgs& args, int ticket) {
+    const int first = ticket / (args.group * args.tiles) * args.group;  // the group's first head
+    const int size = min(args.group, args.heads - first);  // the last group may be smaller
+    const int i = ticket - first * args.tiles;             // work tile within the group
     const int tile = i / size;
     const int bh = first + i % size;
-    const int q0 = (p.Tq + 63) / 64 * 64 - (tile + 1) * Br;
-    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
-    return {.b = bh / p.NH, .h = bh % p.NH, .q0 = q0, .k_tiles = (k_end + Bc - 1) / Bc};
+    const int q0 = ceil_div<64>(args.Tq) * 64 - (tile + 1) * Br;
+    const int k_end = min(args.Tk, min(q0 + Br, args.Tq) + args.shift);
+    return {.b = bh / args.NH, .h = bh % args.NH, .q0 = q0, .k_tiles = ceil_div<Bc>(k_end)};
 }
 
 // -------------------------------------------------------------------------------------------------
-// The kernel
+// A block's shared memory: 200 KB, 224 KB
 
-enum Barrier { QFull, QEmpty, KFull, VFull, KEmpty, VEmpty };
-
-// What lies where in a block's shared memory. `slot` counts Q and WorkTile, w the consumers.
+// Tiles are panels of 64 columns, one behind the other, in TMA's 128-byte swizzle, for which each
+// is aligned to 1024 bytes.
 template <int HS>
-struct Shared {
+struct SharedMemory {
     using Tiles = ForwardTiles<HS>;
     static constexpr int W = Tiles::Warpgroups;
-    static constexpr int kMost = Tiles::MostOfABarrier;
-    uint32_t base, barriers;
-    WorkTile* work;  // [2], beside the slots of Q
-    __device__ __forceinline__ explicit Shared(unsigned char* smem)
-        : base(smem_address(smem)),
-          barriers(base + Tiles::Barriers),
-          work(reinterpret_cast<WorkTile*>(smem + Tiles::NextWork)) {}
-    __device__ __forceinline__ void init() const {
-        init(QFull, 1);
-        init(QEmpty, 128);  // the warpgroup's threads
-        init(KFull, 1);
-        init(VFull, 1);
-        init(KEmpty, 4 * W);  // every consumer warp
-        init(VEmpty, 4 * W);
+    static constexpr int Stages = Tiles::Stages;
+
+    struct alignas(1024) QTile {  // a warpgroup's
+        bf16 x[64 * HS];
+    };
+    struct alignas(1024) KvTile {
+        bf16 x[Tiles::Bc * HS];
+    };
+
+    PipelineBuffer<QTile[W], 2> q;
+    QTile out[W];
+    PipelineBuffer<KvTile, Stages> k;
+    PipelineBuffer<KvTile, Stages> v;
+
+    // clang-format off
+    //                                who waits ← who arrives: when
+    FullBarriers<2>       q_full[W];  // a warpgroup ← TMA: its queries are there, and work_tile
+    EmptyBarriers<2>      q_empty[W]; // producer ← the warpgroup: the last product with Q is done
+    FullBarriers<Stages>  k_full;     // consumers ← TMA: K is there
+    FullBarriers<Stages>  v_full;     // consumers ← TMA: V is there
+    EmptyBarriers<Stages> k_empty;    // producer ← a lane of every consumer warp: S is done
+    EmptyBarriers<Stages> v_empty;    // producer ← a lane of every consumer warp: O is done
+    // clang-format on
+
+    PipelineBuffer<ForwardWorkTile, 2> work_tile;  // which one Q is of
+
+    __device__ __forceinline__ void init_barriers() {
+        constexpr int kProducer = 1;  // threads
+        constexpr int kWarpgroup = 128;
+        constexpr int kConsumerWarps = 4 * W;
+
+        for (int wg = 0; wg < W; wg++) {
+            q_full[wg].init(kProducer);
+            q_empty[wg].init(kWarpgroup);
+        }
+        k_full.init(kProducer);
+        v_full.init(kProducer);
+        k_empty.init(kConsumerWarps);
+        v_empty.init(kConsumerWarps);
         fence_mbarrier_init();
     }
-    __device__ __forceinline__ void init(Barrier barrier, int arrivals) const {
-        for (int i = 0; i < kMost; i++)
-            mbarrier_init(at(barrier, i), arrivals);
-    }
-    __device__ __forceinline__ uint32_t at(Barrier barrier, int i) const {  // of a stage
-        return barriers + (barrier * kMost + i) * 8;
-    }
-    __device__ __forceinline__ uint32_t at(Barrier barrier, int slot, int w) const {
-        return at(barrier, slot * W + w);
-    }
-    __device__ __forceinline__ uint32_t q(int slot, int w) const {
-        return base + (slot * W + w) * Tiles::QBytes;
-    }
-    __device__ __forceinline__ uint32_t k(int stage) const {
-        return base + Tiles::K + stage * Tiles::KvBytes;
-    }
-    __device__ __forceinline__ uint32_t v(int stage) const {
-        return base + Tiles::V + stage * Tiles::KvBytes;
-    }
-    __device__ __forceinline__ uint32_t out(int w) const {
-        return base + Tiles::Out + w * Tiles::QBytes;
+
+    __device__ __forceinline__ uint32_t q_address(PipelineState<2> i, int wg) const {
+        return q.address(i) + wg * uint32_t{sizeof(QTile)};
     }
 };
 
-// One thread. Fetches tiles of queries until none are left, and has the TMA unit copy what each
-// needs.
+// -------------------------------------------------------------------------------------------------
+// The producer: one thread. Fetches work tiles until none are left, and has the TMA unit copy what
+// each needs.
+//   work tile i: wait for room · work_tile(i), Q(i) of each warpgroup · K, V of the last tile of
+//   keys · K, V of the one before it · … · K, V of tile 0
+
 template <int HS>
-__device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtensorMap& q_map,
-                                         const CUtensorMap& k_map, const CUtensorMap& v_map,
-                                         const Problem& p) {
+struct Producer {
     using Tiles = ForwardTiles<HS>;
-    constexpr int Br = Tiles::Br;
-    constexpr int Bc = Tiles::Bc;
-    constexpr int W = Tiles::Warpgroups;
-    PipelineState<Tiles::Stages> at;
-    WorkTile w;
-    // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared
-    // memory.
-    auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
-        mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes shared.work too
-        for (int d = 0; d < HS; d += 64)
-            tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
-    };
-    for (int i = 0, item = blockIdx.x;; i++) {
-        for (int wg = 0; wg < W; wg++)
-            mbarrier_wait(shared.at(QEmpty, i % 2, wg), (i / 2 & 1) ^ 1);
-        if (item >= p.items) {
-            shared.work[i % 2].b = -1;
+    static constexpr int Bc = Tiles::Bc;
+    static constexpr int W = Tiles::Warpgroups;
+
+    SharedMemory<HS>& shared;
+    const CUtensorMap& q_map;
+    const CUtensorMap& k_map;
+    const CUtensorMap& v_map;
+    const ForwardArgs& args;
+    PipelineState<Tiles::Stages> kv = {};
+    ForwardWorkTile tile;
+
+    __device__ __forceinline__ void run() {
+        int ticket = blockIdx.x;
+        for (int i = 0;; i++) {
             for (int wg = 0; wg < W; wg++)
-                mbarrier_arrive(shared.at(QFull, i % 2, wg));
-            break;
-        }
-        w = work_item<Br, Bc>(p, item);
-        // The tile after this one. Waiting for the answer after the loads instead was not faster.
-        const int taken = atomicAdd(&next_item[p.counter], 1);
-        // every block has asked for the last time
-        if (taken == p.items - 1)
-            next_item[p.counter] = 0;
-        item = gridDim.x + taken;
-        shared.work[i % 2] = w;
-        for (int wg = 0; wg < W; wg++)
-            load(shared.q(i % 2, wg), q_map, shared.at(QFull, i % 2, wg), 64,
-                 max(0, w.q0 + 64 * wg));
-        for (int j = w.k_tiles - 1; j >= 0; j--, ++at) {
-            mbarrier_wait(shared.at(KEmpty, at.index), at.phase ^ 1);
-            load(shared.k(at.index), k_map, shared.at(KFull, at.index), Bc, j * Bc);
-            mbarrier_wait(shared.at(VEmpty, at.index), at.phase ^ 1);
-            load(shared.v(at.index), v_map, shared.at(VFull, at.index), Bc, j * Bc);
+                shared.q_empty[wg].wait(i);
+            if (ticket >= args.work_tiles) {
+                shared.work_tile[i].b = -1;
+                for (int wg = 0; wg < W; wg++)
+                    shared.q_full[wg].arrive(i);
+                return;
+            }
+
+            tile = work_tile<Tiles::Br, Bc>(args, ticket);
+            // For the work tile after this one. Waiting for the answer after the loads instead was
+            // not faster.
+            ticket = take_ticket(args);
+            shared.work_tile[i] = tile;
+            for (int wg = 0; wg < W; wg++)
+                load<64>(shared.q_address(i, wg), q_map, max(0, tile.q0 + 64 * wg),
+                         shared.q_full[wg].address(i));
+            for (int j = tile.k_tiles - 1; j >= 0; j--) {
+                shared.k_empty.wait(kv);
+                load<Bc>(shared.k.address(kv), k_map, j * Bc, shared.k_full.address(kv));
+                shared.v_empty.wait(kv);
+                load<Bc>(shared.v.address(kv), v_map, j * Bc, shared.v_full.address(kv));
+                ++kv;
+            }
         }
     }
-}
 
+    // Copies `Rows` tokens from row0 on, panel by panel.
+    template <int Rows>
+    __device__ __forceinline__ void load(uint32_t to, const CUtensorMap& map, int row0,
+                                         uint32_t full) const {
+        mbarrier_arrive_expect(full, Rows * HS * 2);  // publishes shared.work_tile too
+        for (int d = 0; d < HS; d += 64)
+            tma_load_4d(to + d * Rows * 2, &map, full, d, tile.h, row0, tile.b);
+    }
+};
+
+// -------------------------------------------------------------------------------------------------
 // A consumer: the registers of a warpgroup, and what it does with them. A thread holds the
 // accumulators' elements of rows lane/4 and lane/4 + 8 of its warp's 16.
+
 template <int HS>
 struct Consumer {
     using Tiles = ForwardTiles<HS>;
-    static constexpr int Bc = Tiles::Bc, Stages = Tiles::Stages;
+    static constexpr int Bc = Tiles::Bc;
 
-    const Problem& p;
-    const Shared<HS>& shared;
-    const int wg, warp, lane;
-    PipelineState<Stages> at;  // the tile of keys whose S comes next, or is at hand
-    int first_q;               // the warpgroup's first query
-    uint32_t q;                // where its queries lie
-    float s[Bc / 8][4];        // S, then P
+    const ForwardArgs& args;
+    SharedMemory<HS>& shared;
+    const int wg;
+    const int warp;
+
+    PipelineState<Tiles::Stages> kv;  // the tile of keys whose S comes next, or is at hand
+    int first_q;                      // the warpgroup's first query
+    uint32_t q;                       // the address of its queries
+    float s[Bc / 8][4];               // S, then P
     float o[HS / 8][4];
     uint32_t p_regs[Bc / 16][4];  // P as A operand
-    float l[2], m[2];             // l: this lane's columns only, summed at the end
-    // the last tile's e^{old m − m}, where it raised m, and its parts of l
-    float alpha[2], l_tile[1][4];
+    float l[2];                   // this lane's columns only, summed at the end
+    float m[2];
+    float alpha[2];      // the last tile's e^{old m − m}, where it raised m
+    float l_tile[1][4];  // and its parts of l
 
-    __device__ __forceinline__ Consumer(const Problem& p, const Shared<HS>& shared, int wg)
-        : p(p), shared(shared), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
+    __device__ __forceinline__ Consumer(const ForwardArgs& args, SharedMemory<HS>& shared, int wg)
+        : args(args), shared(shared), wg(wg), warp(threadIdx.x / 32 % 4) {}
 
     // After a wgmma_wait, which speaks for the warp, not the warpgroup.
     __device__ __forceinline__ void release(uint32_t barrier) const {
-        if (lane == 0)
+        if (threadIdx.x % 32 == 0)
             mbarrier_arrive(barrier);
     }
 
     // Starts S = Q Kᵀ for the tile's first keys, as many as s has columns.
     template <int N>
-    __device__ __forceinline__ void multiply_qk(float (&s)[N][4]) {
-        const uint64_t q_descriptor = wgmma_descriptor(q);
-        const uint64_t k_descriptor = wgmma_descriptor(shared.k(at.index));
+    __device__ __forceinline__ void start_s(float (&s)[N][4]) {
+        const uint64_t q_tile = wgmma_descriptor(q);
+        const uint64_t k_tile = wgmma_descriptor(shared.k.address(kv));
         wgmma_fence();
         for (int kk = 0; kk < HS / 16; kk++)
-            wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
-                     wgmma_advance(k_descriptor, kk / 4 * Bc * 128 + kk % 4 * 32), kk > 0);
+            wgmma_ss(s, wgmma_column_step<64>(q_tile, kk), wgmma_column_step<Bc>(k_tile, kk),
+                     kk > 0);
         wgmma_commit();
     }
     // The same by mma.sync, for one warp's rows alone: wgmma needs all four.
     __device__ __forceinline__ void multiply_qk_alone() {
+        // Read here, or addresses for this rare case would be kept in the loop, and spill.
+        const int lane = lane_id();
         for (auto& s_n : s)
             for (float& x : s_n)
                 x = 0.f;
         auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
 #pragma unroll 1
         for (int kk = 0; kk < HS / 16; kk++) {
-            const uint32_t q_tile = q + kk / 4 * 64 * 128;
-            const uint32_t k_tile = shared.k(at.index) + kk / 4 * Bc * 128;
+            const uint32_t q_panel = q + kk / 4 * 64 * 128;
+            const uint32_t k_panel = shared.k.address(kv) + kk / 4 * Bc * 128;
+            const int piece = kk % 4 * 2;  // of 16 bytes
             uint32_t a[4];
             uint32_t b[4];
-            ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
+            ldmatrix_x4(a, q_panel + swizzled(16 * warp + lane % 16, piece + lane / 16));
             for (int n = 0; n < Bc / 8; n += 2) {
-                ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8,
-                                                 kk % 4 * 2 + lane / 8 % 2));
+                const int row = 8 * n + lane % 8 + lane / 16 * 8;
+                ldmatrix_x4(b, k_panel + swizzled(row, piece + lane / 8 % 2));
                 mma_m16n8k16_bf16(s[n], a, b[0], b[1]);
                 mma_m16n8k16_bf16(s[n + 1], a, b[2], b[3]);
             }
         }
     }
-    // Starts O += P V for the tile's first Keys, and between products of 16 keys does what `beside`
-    // does.
-    template <int Keys, class Beside>
-    __device__ __forceinline__ void multiply_pv(int stage, Beside beside) {
-        const uint64_t v_descriptor = wgmma_descriptor(shared.v(stage), Bc * 128);
+    // Starts O += P V for the tile's first Keys, and between products of 16 keys does what
+    // `interleaved` does.
+    template <int Keys, class Interleaved>
+    __device__ __forceinline__ void start_o(PipelineState<Tiles::Stages> kv,
+                                            Interleaved interleaved) {
+        const uint64_t v_tile = wgmma_descriptor(shared.v.address(kv), Bc * 128);
         wgmma_fence_operand(p_regs);
         wgmma_fence_operand(o);
         for (int kk = 0; kk < Keys / 16; kk++) {
             wgmma_fence();
-            wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_descriptor, kk * 16 * 128), true);
-            beside(kk);
+            wgmma_rs<true>(o, p_regs[kk], wgmma_row_step(v_tile, kk), true);
+            interleaved(kk);
         }
         wgmma_fence();
         wgmma_commit();
@@ -308,21 +331,26 @@ struct Consumer {
     // Eight columns of s → P = exp(S − m).
     __device__ __forceinline__ void exponentials(float (&s_n)[4], const float (&m_log2)[2]) {
         for (int e = 0; e < 4; e++) {
-            s_n[e] = exp2_approx(fmaf(s_n[e], p.scale_log2, -m_log2[e / 2]));
+            s_n[e] = exp2_approx(fmaf(s_n[e], args.scale_log2, -m_log2[e / 2]));
             l_tile[0][e] += s_n[e];  // four chains: an addition's latency is four clocks
         }
     }
-    // The textbook's way: mask, raise m to the maximum, P.
-    template <bool Masked, int N>
-    __device__ __forceinline__ void softmax(float (&s)[N][4], int j) {
-        for (int r = 0; r < 2 && Masked; r++) {
+    template <int N>
+    __device__ __forceinline__ void mask(float (&s)[N][4], int j) const {
+        const int lane = threadIdx.x % 32;
+        for (int r = 0; r < 2; r++) {
             const int query = first_q + 16 * warp + 8 * r + lane / 4;
-            const int end = min(p.Tk, query + p.shift + 1) - j * Bc - lane % 4 * 2;
+            // columns that it sees, from this lane's first on
+            const int visible = visible_keys(query, args.Tk, args.shift) - j * Bc - lane % 4 * 2;
             for (int n = 0; n < N; n++)
                 for (int e = 0; e < 2; e++)
-                    if (8 * n + e >= end)
+                    if (8 * n + e >= visible)
                         s[n][2 * r + e] = -INFINITY;
         }
+    }
+    // The textbook's way: raise m to the maximum, then P.
+    template <int N>
+    __device__ __forceinline__ void softmax(float (&s)[N][4]) {
         for (int r = 0; r < 2; r++) {
             float x0 = m[r];
             float x1 = s[0][2 * r + 1];
@@ -333,11 +361,11 @@ struct Consumer {
             float x = fmaxf(x0, x1);
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            alpha[r] = x == -INFINITY ? 1.f : exp2_approx((m[r] - x) * p.scale_log2);
+            alpha[r] = x == -INFINITY ? 1.f : exp2_approx((m[r] - x) * args.scale_log2);
             m[r] = x;
         }
-        const float m_log2[2] = {m[0] == -INFINITY ? 0.f : m[0] * p.scale_log2,
-                                 m[1] == -INFINITY ? 0.f : m[1] * p.scale_log2};
+        const float m_log2[2] = {m[0] == -INFINITY ? 0.f : m[0] * args.scale_log2,
+                                 m[1] == -INFINITY ? 0.f : m[1] * args.scale_log2};
         for (float& x : l_tile[0])
             x = 0.f;
         for (auto& s_n : s)
@@ -363,69 +391,92 @@ struct Consumer {
 
     // The first tile of keys, or its first half.
     template <int N>
-    __device__ __forceinline__ void first(float (&s)[N][4], int j) {
-        multiply_qk(s);
+    __device__ __forceinline__ void first_step(float (&s)[N][4], int j) {
+        start_s(s);
         wgmma_wait<0>(s);
-        release(shared.at(KEmpty, at.index));
-        softmax<true>(s, j);
+        release(shared.k_empty.address(kv));
+        mask(s, j);
+        softmax(s);
         pack(s);
     }
-    // S of tile j beside O += P V of the tile before it, of which P covers Keys.
-    template <bool Masked, int Keys = Bc>
-    __device__ __forceinline__ void step(int j) {
-        const int previous = at.index;
-        ++at;
-        mbarrier_wait(shared.at(KFull, at.index), at.phase);
-        multiply_qk(s);
-        bool out_of_range = false;
-        if constexpr (Masked) {
-            multiply_pv<Keys>(previous, [](int) {});
-            wgmma_wait<1>(s);
-            softmax<true>(s, j);
-        } else {
-            wgmma_wait<0>(s);
-            for (float& x : l_tile[0])
-                x = 0.f;
-            // [quote]
-            const float m_log2[2] = {m[0] * p.scale_log2, m[1] * p.scale_log2};
-            multiply_pv<Keys>(previous, [&](int kk) {
-                constexpr int N = 2 * Bc / Keys;  // of 8 columns
-                for (int n = kk * N; n < (kk + 1) * N; n++)
-                    exponentials(s[n], m_log2);
-            });
-            wgmma_fence_operand(s);
-            wgmma_fence_operand(l_tile);
-            // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
-            out_of_range = __any_sync(
-                ~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
-            // [end]
-        }
-        // For the next step's P V. Here, because a loop keeps the compiler from moving the
-        // exponentials past the wait below: they are to run beside O += P V.
-        mbarrier_wait(shared.at(VFull, at.index), at.phase);
-        wgmma_wait<0>(o);
+
+    // Tile j, of which S is computed, and the tile before it, of whose P V only the first
+    // PreviousKeys are multiplied:
+    //   start S(j) · wait for it · start O += P V(j+1), with P(j) between its products · wait for
+    //   it · release K(j) and V(j+1) · pack P(j)
+    template <int PreviousKeys = Bc>
+    __device__ __forceinline__ void step() {
+        const PipelineState<Tiles::Stages> previous = kv;
+        ++kv;
+        shared.k_full.wait(kv);
+        start_s(s);
+        wgmma_wait<0>(s);
+
+        for (float& x : l_tile[0])
+            x = 0.f;
+        // [quote]
+        const float m_log2[2] = {m[0] * args.scale_log2, m[1] * args.scale_log2};
+        start_o<PreviousKeys>(previous, [&](int kk) {
+            constexpr int N = 2 * Bc / PreviousKeys;  // of 8 columns
+            for (int n = kk * N; n < (kk + 1) * N; n++)
+                exponentials(s[n], m_log2);
+        });
+        wgmma_fence_operand(s);
+        wgmma_fence_operand(l_tile);
+        // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
+        const float sum = l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3];
+        const bool out_of_range = __any_sync(~0u, !(sum <= 0x1p60f));
+        // [end]
+
+        wait_for_o();
         if (out_of_range) {
             multiply_qk_alone();
-            softmax<false>(s, j);
-        }
-        if (out_of_range || Masked)
+            softmax(s);
             rescale();
-        release(shared.at(KEmpty, at.index));
-        release(shared.at(VEmpty, previous));
+        }
+        finish_step(previous);
+    }
+    // The same for a tile that some query does not see whole. Its softmax takes the textbook's way.
+    // It may multiply all 128 previous keys, because pack() has set the rest of P to 0.
+    __device__ __forceinline__ void masked_step(int j) {
+        const PipelineState<Tiles::Stages> previous = kv;
+        ++kv;
+        shared.k_full.wait(kv);
+        start_s(s);
+        start_o<Bc>(previous, [](int) {});
+        wgmma_wait<1>(s);
+        mask(s, j);
+        softmax(s);
+        wait_for_o();
+        rescale();
+        finish_step(previous);
+    }
+    __device__ __forceinline__ void wait_for_o() {
+        // For the next step's P V. Here, because a loop keeps the compiler from moving the
+        // exponentials past the wait below: they are to run beside O += P V.
+        shared.v_full.wait(kv);
+        wgmma_wait<0>(o);
+    }
+    __device__ __forceinline__ void finish_step(PipelineState<Tiles::Stages> previous) {
+        release(shared.k_empty.address(kv));
+        release(shared.v_empty.address(previous));
         pack(s);
         for (int r = 0; r < 2; r++)
             l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
     }
 
-    // All of a tile of queries but its end: O, m and l.
-    __device__ __forceinline__ void attend(const WorkTile& w, int slot) {
-        first_q = w.q0 + 64 * wg;
-        q = shared.q(slot, wg);
-        // 0: no queries here
-        const int k_end = first_q < 0 ? 0 : min(p.Tk, min(first_q + 64, p.Tq) + p.shift);
+    // All of work tile i but its end: O, m and l.
+    //   skip tiles that no query here sees · the first step · masked steps · the other steps ·
+    //   the last O += P V
+    __device__ __forceinline__ void attend(const ForwardWorkTile& tile, int i) {
+        first_q = tile.q0 + 64 * wg;
+        q = shared.q_address(i, wg);
+        const int last_q = min(first_q + 64, args.Tq) - 1;
+        const bool has_queries = first_q >= 0;
         // The tiles that some query here sees, and those that all see whole.
-        const int my_tiles = (k_end + Bc - 1) / Bc;
-        const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
+        const int k_end = has_queries ? visible_keys(last_q, args.Tk, args.shift) : 0;
+        const int my_tiles = ceil_div<Bc>(k_end);
+        const int unmasked = max(0, visible_keys(first_q, args.Tk, args.shift) / Bc);
         for (int r = 0; r < 2; r++) {
             m[r] = -INFINITY;
             l[r] = 0.f;
@@ -434,41 +485,48 @@ struct Consumer {
             for (int e = 0; e < 4; e++)
                 o[n][e] = 0.f;
 
-        int j = w.k_tiles - 1;
-        for (; j >= my_tiles; j--, ++at) {  // beyond this warpgroup's queries
-            mbarrier_wait(shared.at(KFull, at.index), at.phase);
-            release(shared.at(KEmpty, at.index));
-            mbarrier_wait(shared.at(VFull, at.index), at.phase);
-            release(shared.at(VEmpty, at.index));
-        }
+        int j = tile.k_tiles - 1;
+        for (; j >= my_tiles; j--)
+            skip_tile();
         if (my_tiles == 0) {
-            mbarrier_arrive(shared.at(QEmpty, slot, wg));
+            shared.q_empty[wg].arrive(i);
             return;
         }
-        mbarrier_wait(shared.at(KFull, at.index), at.phase);
+
+        shared.k_full.wait(kv);
         // The diagonal leaves every other warpgroup only half a tile: half the products, half the
         // exponentials.
         float half[8][4];
         const bool is_half = k_end - j * Bc <= 64;
         if (is_half)
-            first(half, j);
+            first_step(half, j);
         else
-            first(s, j);
-        mbarrier_wait(shared.at(VFull, at.index), at.phase);
+            first_step(s, j);
+        shared.v_full.wait(kv);
         for (int r = 0; r < 2; r++)
             l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
         j--;
-        if (is_half && j >= 0 && j < unmasked)
-            step<false, 64>(j--);
+        if (is_half && j >= 0 && j < unmasked) {
+            step</*PreviousKeys=*/64>();
+            j--;
+        }
         for (; j >= unmasked; j--)
-            step<true>(j);
+            masked_step(j);
         for (; j >= 0; j--)
-            step<false>(j);
-        mbarrier_arrive(shared.at(QEmpty, slot, wg));
-        multiply_pv<Bc>(at.index, [](int) {});
+            step();
+
+        shared.q_empty[wg].arrive(i);
+        start_o<Bc>(kv, [](int) {});
         wgmma_wait<0>(o);
-        release(shared.at(VEmpty, at.index));
-        ++at;
+        release(shared.v_empty.address(kv));
+        ++kv;
+    }
+    __device__ __forceinline__ void skip_tile() {
+        shared.k_full.wait(kv);
+        release(shared.k_empty.address(kv));
+        shared.v_full.wait(kv);
+        release(shared.v_empty.address(kv));
+        ++kv;
     }
 
     // o becomes out, and lse that of the thread's two rows.
@@ -478,7 +536,7 @@ struct Consumer {
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             const float inverse = __fdividef(1.f, sum);
-            lse[r] = (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
+            lse[r] = (m[r] * args.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
             for (int n = 0; n < HS / 8; n++) {
                 o[n][2 * r] *= inverse;
                 o[n][2 * r + 1] *= inverse;
@@ -489,83 +547,97 @@ struct Consumer {
     // Writes lse, and out by way of shared memory if it is bf16. A tile of fp32 would not fit there
     // at HS 128.
     template <class Y>
-    __device__ __forceinline__ void store(const WorkTile& w, const float (&lse)[2],
+    __device__ __forceinline__ void store(const ForwardWorkTile& tile, const float (&lse)[2],
                                           const CUtensorMap& out_map) const {
-        float* lse_rows = p.lse.ptr + (static_cast<size_t>(w.b) * p.NH + w.h) * p.lse.head_stride;
+        const int lane = threadIdx.x % 32;
+        const size_t bh = static_cast<size_t>(tile.b) * args.NH + tile.h;
+        float* lse_rows = args.lse.ptr + bh * args.lse.head_stride;
         const int row = first_q + 16 * warp + lane / 4;
         for (int r = 0; r < 2; r++)
-            if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq)
+            if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < args.Tq)
                 lse_rows[row + 8 * r] = lse[r];
+
         const bool leader = threadIdx.x % 128 == 0;
         if (leader)
             bulk_wait_read<0>();
         // the last store has left shared memory. Without it fp32 would spill
         named_barrier_sync(1 + wg, 128);
         if constexpr (std::is_same_v<Y, float>) {
-            for (int r = 0; r < 2; r++) {
-                if (first_q < 0 || row + 8 * r >= p.Tq)
-                    continue;
-                float2* to =
-                    reinterpret_cast<float2*>(p.out.row(w.b, row + 8 * r, w.h, HS)) + lane % 4;
-                for (int n = 0; n < HS / 8; n++)
-                    to[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
-            }
+            store_fp32(tile, row);
             return;
         }
-        const uint32_t out = shared.out(wg) + (16 * warp + lane % 16) * 128;
+        store_out_swizzled();
+        fence_proxy_async();
+        named_barrier_sync(1 + wg, 128);
+        if (leader && first_q >= 0) {
+            const uint32_t out = smem_address(&shared.out[wg]);
+            for (int d = 0; d < HS; d += 64)
+                tma_store_4d(&out_map, out + d * 64 * 2, d, tile.h, first_q, tile.b);
+            bulk_commit();
+        }
+    }
+    __device__ __forceinline__ void store_fp32(const ForwardWorkTile& tile, int row) const {
+        const int lane = threadIdx.x % 32;
+        for (int r = 0; r < 2; r++) {
+            const int t = row + 8 * r;
+            if (first_q < 0 || t >= args.Tq)
+                continue;
+            float2* to = reinterpret_cast<float2*>(args.out.row(tile.b, t, tile.h, HS)) + lane % 4;
+            for (int n = 0; n < HS / 8; n++)
+                to[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
+        }
+    }
+    __device__ __forceinline__ void store_out_swizzled() const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t row = smem_address(&shared.out[wg]) + (16 * warp + lane % 16) * 128;
         for (int n = 0; n < HS / 8; n += 2) {
             uint32_t packed[4];
             for (int k = 0; k < 4; k++)
                 packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
-            stmatrix_x4(out + n / 8 * 64 * 128 + (((n % 8 + lane / 16) ^ (lane & 7)) << 4), packed);
-        }
-        fence_proxy_async();
-        named_barrier_sync(1 + wg, 128);
-        if (leader && first_q >= 0) {
-            for (int d = 0; d < HS; d += 64)
-                tma_store_4d(&out_map, shared.out(wg) + d * 64 * 2, d, w.h, first_q, w.b);
-            bulk_commit();
+            const int panel = n / 8;
+            const int piece = (n % 8 + lane / 16) ^ (lane % 8);  // of 16 bytes
+            stmatrix_x4(row + panel * 64 * 128 + (piece << 4), packed);
         }
     }
 };
 
 template <int HS, class Y>
-__global__ __launch_bounds__(ForwardTiles<HS>::Threads,
-                             1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
-                                                    const __grid_constant__ CUtensorMap k_map,
-                                                    const __grid_constant__ CUtensorMap v_map,
-                                                    const __grid_constant__ CUtensorMap out_map,
-                                                    const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(ForwardTiles<HS>::Threads, 1)
+    forward_kernel(const __grid_constant__ CUtensorMap q_map,
+                   const __grid_constant__ CUtensorMap k_map,
+                   const __grid_constant__ CUtensorMap v_map,
+                   const __grid_constant__ CUtensorMap out_map,
+                   const __grid_constant__ ForwardArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Tiles = ForwardTiles<HS>;
     extern __shared__ __align__(1024) unsigned char smem[];
-    const Shared<HS> shared{smem};
+    auto& shared = *reinterpret_cast<SharedMemory<HS>*>(smem);
     if (threadIdx.x == 0)
-        shared.init();
+        shared.init_barriers();
     __syncthreads();
 
-    // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they
+    // The shuffle tells the compiler that a warp's threads agree: wgmma must not be where they
     // could part.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {  // the producer
+    if (warpgroup == 0) {
         setmaxnreg_dec<Tiles::ProducerRegisters>();
         if (threadIdx.x == 0)
-            producer(shared, q_map, k_map, v_map, p);
+            Producer<HS>{shared, q_map, k_map, v_map, args}.run();
     } else {
         setmaxnreg_inc<Tiles::ConsumerRegisters>();
-        Consumer<HS> consumer(p, shared, warpgroup - 1);
+        Consumer<HS> consumer(args, shared, warpgroup - 1);
         for (int i = 0;; i++) {
-            mbarrier_wait(shared.at(QFull, i % 2, warpgroup - 1), i / 2 & 1);
-            WorkTile w = shared.work[i % 2];
-            w.b = __shfl_sync(~0u, w.b, 0);
-            w.q0 = __shfl_sync(~0u, w.q0, 0);
-            w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
-            if (w.b < 0)
+            shared.q_full[warpgroup - 1].wait(i);
+            ForwardWorkTile tile = shared.work_tile[i];
+            tile.b = __shfl_sync(~0u, tile.b, 0);
+            tile.q0 = __shfl_sync(~0u, tile.q0, 0);
+            tile.k_tiles = __shfl_sync(~0u, tile.k_tiles, 0);
+            if (tile.b < 0)
                 break;
-            consumer.attend(w, i % 2);
+            consumer.attend(tile, i);
             float lse[2];
             consumer.normalise(lse);
-            consumer.template store<Y>(w, lse, out_map);
+            consumer.template store<Y>(tile, lse, out_map);
         }
         if (threadIdx.x % 128 == 0)
             bulk_wait_read<0>();  // shared memory must outlive the reads
@@ -586,38 +658,39 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     // tiles, in which SMs wait. And groups as alike as can be: a small last one begins its long
     // tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
-    Problem p{};
-    p.NH = s.NH;
-    p.Tq = s.Tq;
-    p.Tk = s.Tk;
-    p.heads = s.B * s.NH;
-    p.shift = s.shift();
-    p.scale_log2 = s.scale_log2();
-    p.tiles = ceil_div(s.Tq, Tiles::Br);
+    static_assert(sizeof(SharedMemory<HS>) <= 227 * 1024);
+    ForwardArgs args{};
+    args.NH = s.NH;
+    args.Tq = s.Tq;
+    args.Tk = s.Tk;
+    args.heads = s.B * s.NH;
+    args.shift = s.shift();
+    args.scale_log2 = s.scale_log2();
+    args.tiles = ceil_div(s.Tq, Tiles::Br);
     const size_t most =
-        std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads);
-    p.group = ceil_div(p.heads, ceil_div(p.heads, static_cast<int>(most)));
-    p.lse = c.lse;
-    const size_t items = static_cast<size_t>(p.tiles) * p.heads;
-    if (items > INT_MAX / 2)
-        throw Error(
-            format("%s: %zu tiles, more than %d: use a smaller batch", kName, items, INT_MAX / 2));
-    p.items = static_cast<int>(items);
-    p.counter = launches++ % kCounters;
+        std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, args.heads);
+    args.group = ceil_div(args.heads, ceil_div(args.heads, static_cast<int>(most)));
+    args.lse = c.lse;
+    const size_t work_tiles = static_cast<size_t>(args.tiles) * args.heads;
+    if (work_tiles > INT_MAX / 2)
+        throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, work_tiles,
+                           INT_MAX / 2));
+    args.work_tiles = static_cast<int>(work_tiles);
+    args.counter = launches++ % kCounters;
 
     const CUtensorMap q_map = tensor_map("q", c.q, s.queries(), 64);
     const CUtensorMap k_map = tensor_map("k", c.k, s.keys(), Tiles::Bc);
     const CUtensorMap v_map = tensor_map("v", c.v, s.keys(), Tiles::Bc);
     CUtensorMap out_map = q_map;
     if constexpr (std::is_same_v<Y, float>)
-        p.out = c.out;
+        args.out = c.out;
     else
         out_map = tensor_map("out", c.out, s.queries(), 64);
+    constexpr int kSmem = sizeof(SharedMemory<HS>);
     const auto kernel = forward_kernel<HS, Y>;
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
-    kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(
-        q_map, k_map, v_map, out_map, p);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    kernel<<<std::min(args.work_tiles, dev.num_sms), Tiles::Threads, kSmem, dev.stream>>>(
+        q_map, k_map, v_map, out_map, args);
     LAUNCH_CHECK(kName);
 }
 

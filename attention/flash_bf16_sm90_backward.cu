@@ -478,18 +478,6 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
     }
 }
 
-// The descriptor of k-step kk, 16 columns, of a tile of `Rows` rows.
-template <int Rows>
-__device__ __forceinline__ uint64_t column_step(uint64_t tile, int kk) {
-    const int panel = kk / 4;       // of 64 columns
-    const int bytes = kk % 4 * 32;  // into a row of 128
-    return wgmma_advance(tile, panel * Rows * 128 + bytes);
-}
-// The descriptor of k-step kk, 16 rows, of a tile that is read transposed.
-__device__ __forceinline__ uint64_t row_step(uint64_t tile, int kk) {
-    return wgmma_advance(tile, kk * 16 * 128);
-}
-
 // Starts d = A Bᵀ over the head size, for Sᵀ and dPᵀ. a and b describe rows of keys and of queries.
 template <int HS>
 __device__ __forceinline__ void multiply_abt(float (&d)[BackwardTiles<HS>::Br / 8][4], uint64_t a,
@@ -497,8 +485,8 @@ __device__ __forceinline__ void multiply_abt(float (&d)[BackwardTiles<HS>::Br / 
     wgmma_fence();
     wgmma_ss_set(d, a, b);
     for (int kk = 1; kk < HS / 16; kk++)
-        wgmma_ss(d, column_step<BackwardTiles<HS>::Bc>(a, kk),
-                 column_step<BackwardTiles<HS>::Br>(b, kk), true);
+        wgmma_ss(d, wgmma_column_step<BackwardTiles<HS>::Bc>(a, kk),
+                 wgmma_column_step<BackwardTiles<HS>::Br>(b, kk), true);
     wgmma_commit();
 }
 // Starts d += A B over the queries, for dV and dK. B is a tile of dO or Q in shared memory.
@@ -510,7 +498,7 @@ __device__ __forceinline__ void add_ab(float (&d)[HS / 8][4],
     wgmma_fence_operand(d);
     wgmma_fence();
     for (int kk = 0; kk < BackwardTiles<HS>::Br / 16; kk++)
-        wgmma_rs<true>(d, a[kk], row_step(transposed, kk), true);
+        wgmma_rs<true>(d, a[kk], wgmma_row_step(transposed, kk), true);
     wgmma_commit();
 }
 
@@ -692,8 +680,8 @@ struct Consumer {
         const uint64_t k_transposed = wgmma_descriptor(k_half);
         wgmma_fence();
         for (int kk = 0; kk < Bc / 16; kk++)
-            wgmma_ss<true, true>(dq, row_step(ds_transposed, kk), row_step(k_transposed, kk),
-                                 kk > 0);
+            wgmma_ss<true, true>(dq, wgmma_row_step(ds_transposed, kk),
+                                 wgmma_row_step(k_transposed, kk), kk > 0);
     }
 
     // Sets what the queries may not see, in the rows of this warp, to −∞.

@@ -290,6 +290,18 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t nex
 __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) {
     return descriptor + (bytes >> 4);
 }
+// K-step kk, 16 columns, of a tile of `Rows` rows that is not transposed. Its panels of 64 columns
+// follow each other.
+template <int Rows>
+__device__ __forceinline__ uint64_t wgmma_column_step(uint64_t tile, int kk) {
+    const int panel = kk / 4;
+    const int bytes = kk % 4 * 32;  // into a row of 128
+    return wgmma_advance(tile, panel * Rows * 128 + bytes);
+}
+// K-step kk, 16 rows, of a tile that is transposed.
+__device__ __forceinline__ uint64_t wgmma_row_step(uint64_t tile, int kk) {
+    return wgmma_advance(tile, kk * 16 * 128);
+}
 
 // Needed before the first wgmma that uses registers written by other instructions.
 // #asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
