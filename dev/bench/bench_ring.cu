@@ -1,16 +1,17 @@
-// The ring's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B
-// = 1.
+// The ring's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal,
+// B = 1.
 //
-//   single     the time of one GPU's kernel for all tokens, divided by N. Without any cost a ring
-//              would take this long
-//   ring       the slowest rank's time, from a start that all ranks reach together (a collective
-//              before the clock)
-//   no travel  compute only: the same calls without communication. Against single it shows the cost
-//              of cutting, and against ring the transfers that compute does not hide
-//   hop        the keys and values of all ranks go to the next rank, and nothing else happens
+//   single        the time of one GPU's kernel for all tokens, divided by N. A ring without any
+//                 overhead would take this long
+//   ring          the slowest rank's time, from a start that all ranks reach together (a collective
+//                 before the clock starts)
+//   compute only  the same calls without communication. Compared with single it shows the cost of
+//                 cutting the sequence, and compared with ring the transfers that compute does not
+//                 hide
+//   hop           every rank sends its keys and values to the next rank, and nothing else happens
 //
-// A shorter ring is validated first, by the bounds of dev/test_ring. dev/common/bench.h has the
-// protocols.
+// A shorter ring is validated first, by the bounds of dev/test_ring. dev/common/bench.h explains
+// the protocols.
 //
 // Run: ./dev/bench_ring --help
 #include "dev/common/bench.h"
@@ -19,7 +20,9 @@
 #include "parallel/rendezvous.h"
 
 struct Options : Output {
-    int gpus = 0, tokens = 16384, heads = 12;
+    int gpus = 0;
+    int tokens = 16384;
+    int heads = 12;
     std::string hs = "64";
 };
 
@@ -36,9 +39,11 @@ struct Bench {
     const Options& options;
     const Cuda& dev;
     NcclComm& comm;
-    const int N = comm.size, tokens = options.tokens, NH = options.heads,
-              HS = std::atoi(options.hs.c_str());
-    // of the collective that lets all ranks start together
+    const int N = comm.size;
+    const int tokens = options.tokens;
+    const int NH = options.heads;
+    const int HS = std::atoi(options.hs.c_str());
+    // for the collective that lets all ranks start together
     const DeviceMemory flag = random_memory(dev, 16);
 
     double slowest(double ms) const {
@@ -46,16 +51,17 @@ struct Bench {
         comm.host_all_gather(all.data(), sizeof ms);
         return *std::max_element(all.begin(), all.end());
     }
-    // Ranks would not rest equally long, so they do not.
+    // Without rests between the runs, because ranks would not rest equally long.
     template <class Work>
     double cool_together(Work work) const {
+        const double max_rest = 0;
         const auto launch = [&](int) {
             comm.fork();
             comm.all_reduce(static_cast<float*>(flag.get()), 1);
             comm.join();
             work();
         };
-        return slowest(cool_ms(dev, launch, 0.));
+        return slowest(cool_ms(dev, launch, max_rest));
     }
     template <class Work>
     Figures measure(Work work) const {
@@ -105,18 +111,20 @@ struct Bench {
 
 static void run_bench(const Bench& b) {
     const int T = 2 * b.N * 150;
-    check_ring<bf16>(b.dev, b.comm, {1, T, T, 2, b.HS});
+    check_ring<bf16>(b.dev, b.comm, whole(1, T, 2, b.HS));
     if (test::failed_checks())
         throw Error(format("rank %d: the ring is wrong, so it is not timed", b.comm.rank));
+
     Cpu::Comm none;  // sends nothing
     const int all = b.N * b.tokens;
-    const Unchunked<bf16, Cuda> unchunked{b.dev, {1, all, all, b.NH, b.HS}};
+    const Unchunked<bf16, Cuda> unchunked{b.dev, whole(1, all, b.NH, b.HS)};
     const Passes single = b.time(unchunked, all);
     const Passes ring = b.time_ring(b.comm);
-    const Passes still = b.time_ring(none);
+    const Passes compute_only = b.time_ring(none);
     const Figures hop = b.time_hop();
     if (b.comm.rank > 0)
         return;
+
     Log log = results_log(b.dev, "ring_speed", b.options);
     std::printf(
         "%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's "
@@ -126,21 +134,21 @@ static void run_bench(const Bench& b) {
         const char* name = pass ? "forward+backward" : "forward";
         const Figures one{single[pass].cool / b.N, single[pass].sustained / b.N};
         Row row = result_row(b.dev, "ring_speed");
-        row.add("pass", name)
-            .add("gpus", b.N)
-            .add("tokens_per_gpu", b.tokens)
-            .add("NH", b.NH)
-            .add("HS", b.HS);
+        row.add("pass", name);
+        row.add("gpus", b.N);
+        row.add("tokens_per_gpu", b.tokens);
+        row.add("NH", b.NH);
+        row.add("HS", b.HS);
         std::printf("  %-16s", name);
         const auto show = [&](const char* what, const std::string& field, const Figures& ms) {
             std::printf("  %s %.3f/%.3f (%.1f/%.1f %%)", what, ms.cool, ms.sustained,
                         100 * one.cool / ms.cool, 100 * one.sustained / ms.sustained);
-            row.add((field + "ms").c_str(), ms.cool)
-                .add((field + "ms_sustained").c_str(), ms.sustained);
+            row.add((field + "ms").c_str(), ms.cool);
+            row.add((field + "ms_sustained").c_str(), ms.sustained);
         };
         show("single", "single_", one);
         show("ring", "", ring[pass]);
-        show("no travel", "still_", still[pass]);
+        show("compute only", "still_", compute_only[pass]);
         row.add("hop_ms", hop.cool).add("hop_ms_sustained", hop.sustained);
         std::printf("\n");
         log.write(row);
@@ -151,7 +159,7 @@ int main(int argc, char** argv) {
     Options o;
     const std::vector<Option> table = {
         {"--gpus", "", Option::Int, &o.gpus,
-         "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
+         "number of GPUs of this machine; 0: as the launcher started us", "0..64"},
         {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},

@@ -1,13 +1,13 @@
 // Training speed and memory of the whole step: upload, forward, loss, backward, clipping, update,
 // and reading back the loss. Token ids are random, each as often as in text. The figures are
-// sustained. After 3 s of steps to warm up it takes the mean of the next 5 s.
+// sustained: 3 s of steps warm the GPU up, and the time is the mean of the next 5 s.
 //
 //   ./dev/bench_train                   GPT-2 124M in bf16 at several B
 //   ./dev/bench_train --generation      a generated token, early and late in a text
 //   ./dev/bench_train --model d12 --shapes 64x1024 --precision bf16 --attention flash --json
 //
-// It validates first. Unless the loss starts at ln V and falls over 20 steps on one batch, it
-// prints no time.
+// Each shape is validated first. If the loss does not start at ln V and fall over 20 steps on one
+// batch, no time is printed.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <list>
@@ -23,26 +23,33 @@ namespace {
 
 // -------------------------------------------------------------------------------------------------
 // --breakdown runs the same model over a backend that is Cuda with a stopwatch around every layer
-// call. The cost of a call is its FLOPs and the least bytes that it must move, with every tensor
-// read or written once.
+// call
 
+// What a call does: its FLOPs, and the least bytes that it must move, with every tensor read or
+// written once.
 struct Work {
     std::string name;
-    double flops = 0, bytes = 0;
+    double flops = 0;
+    double bytes = 0;
 };
 
 struct Timed : Cuda {
     using Cuda::Cuda;
-    size_t x = 0;  // bytes of an activation
+    double x = 0;  // bytes of an activation
+
     struct Line {
-        double flops = 0, bytes = 0, ms = 0;
+        double flops = 0;
+        double bytes = 0;
+        double ms = 0;
         int calls = 0;
     };
     mutable std::map<std::string, Line> lines;
     mutable std::vector<std::string> order;  // names as they first appear in the step
+
     struct Lap {
         std::string name;
-        Event start, end;
+        Event start;
+        Event end;
     };
     mutable std::list<Lap> laps;
 
@@ -54,6 +61,7 @@ struct Timed : Cuda {
         line.flops += work.flops;
         line.bytes += work.bytes;
         line.calls++;
+
         Lap& lap = laps.emplace_back();
         lap.name = work.name;
         lap.start.record(*this);
@@ -66,49 +74,101 @@ struct Timed : Cuda {
         laps.clear();
     }
     void zero(void* p, size_t bytes) const {
-        time({"clear", 0, double(bytes)}, [&](const Cuda& dev) { dev.zero(p, bytes); });
+        time({.name = "clear", .bytes = double(bytes)},
+             [&](const Cuda& dev) { dev.zero(p, bytes); });
     }
 };
 
-// Calls f with the numbers among a layer's arguments, in their order: its sizes.
-template <class F, class... A>
-Work work_of(F f, const A&... a) {
-    const auto number = [](auto x) {
-        if constexpr (std::is_arithmetic_v<decltype(x)>)
-            return std::tuple<double>(x);
-        else
-            return std::tuple<>();
-    };
-    return std::apply(f, std::tuple_cat(number(a)...));
+// The layer functions again for Timed, with the signatures of layers.h and attention.h. Overload
+// resolution prefers them to those for its base, Cuda.
+
+Work product(const Timed& t, const std::string& what, double N, double C, double OC,
+             double more_bytes = 0) {
+    return {.name = format("matmul %.0f to %.0f %s", C, OC, what.c_str()),
+            .flops = 2 * N * C * OC,
+            .bytes = t.x * (N * C + N * OC + C * OC) + more_bytes};
 }
 
-// The layer functions again for Timed. Overload resolution prefers them to those for its base,
-// Cuda. A call has the work that follows from its sizes, and from x, the bytes of an activation.
-#define LAYER(function, sizes, ...)                                                 \
-    template <class... A>                                                           \
-    void function(const Timed& t, const A&... a) {                                  \
-        const auto work = [x = t.x] sizes { return Work{__VA_ARGS__}; };            \
-        t.time(work_of(work, a...), [&](const Cuda& dev) { function(dev, a...); }); \
-    }
-Work product(double x, const std::string& what, double N, double C, double OC,
-             double more_bytes = 0) {
-    return {format("matmul %.0f to %.0f %s", C, OC, what.c_str()), 2 * N * C * OC,
-            x * (N * C + N * OC + C * OC) + more_bytes};
+template <class X>
+void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B,
+                     int T, int C, const Positions& positions = {}) {
+    t.time({.name = "encoder forward", .bytes = 2 * t.x * B * T * C}, [&](const Cuda& dev) {
+        encoder_forward(dev, out, tokens, wte, wpe, B, T, C, positions);
+    });
 }
-LAYER(encoder_forward, (double B, double T, double C), "encoder forward", 0, 2 * x * B * T * C)
-LAYER(encoder_backward, (double B, double T, double C), "encoder backward", 0, 2 * x * B * T * C)
-LAYER(layernorm_forward, (double N, double C), "layernorm forward", 0, 2 * x * N * C)
-LAYER(layernorm_backward, (double N, double C), "layernorm backward", 0, 4 * x * N * C)
-LAYER(matmul_activation_forward, (double N, double C, double OC),
-      product(x, format("forward, %s", kActivationName), N, C, OC, (N * OC) * x))
-LAYER(qkv_bias_backward, (double N, double C), "bias gradients of q, k, v", 0, (N * C + C * C) * x)
-LAYER(attention_forward, (double B, double, double T, double NH, double HS), "attention forward",
-      2 * B * T * T * NH * HS, 4 * x * B * T * NH * HS)
-LAYER(attention_backward, (double B, double T, double NH, double HS), "attention backward",
-      5 * B * T * T * NH * HS, 8 * x * B * T * NH * HS)
-LAYER(cross_entropy, (double, double N, double C, double, double Vp),
-      product(x, "forward, cross entropy", N, C, Vp))
-LAYER(global_norm, (double n), "gradient norm", 0, sizeof(float) * n)
+template <class X>
+void encoder_backward(const Timed& t, float* dwte, float* dwpe, void* scratch, const X* dout,
+                      const int* plan, int B, int T, int C, const Positions& positions = {}) {
+    t.time({.name = "encoder backward", .bytes = 2 * t.x * B * T * C}, [&](const Cuda& dev) {
+        encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C, positions);
+    });
+}
+template <class X>
+void layernorm_forward(const Timed& t, X* out, float* mean, float* rstd, const X* inp,
+                       const X* weight, const X* bias, size_t N, int C) {
+    t.time({.name = "layernorm forward", .bytes = 2 * t.x * N * C}, [&](const Cuda& dev) {
+        layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C);
+    });
+}
+template <class X>
+void layernorm_backward(const Timed& t, X* dinp, float* dweight, float* dbias, float* dinp_sum,
+                        void* scratch, const X* dout, const X* inp, const X* weight,
+                        const float* mean, const float* rstd, size_t N, int C) {
+    t.time({.name = "layernorm backward", .bytes = 4 * t.x * N * C}, [&](const Cuda& dev) {
+        layernorm_backward(dev, dinp, dweight, dbias, dinp_sum, scratch, dout, inp, weight, mean,
+                           rstd, N, C);
+    });
+}
+template <class X>
+void matmul_activation_forward(const Timed& t, X* out, X* pre, const X* inp, const X* weight,
+                               const X* bias, size_t N, int C, int OC) {
+    const std::string what = format("forward, %s", kActivationName);
+    t.time(product(t, what, N, C, OC, t.x * N * OC), [&](const Cuda& dev) {
+        matmul_activation_forward(dev, out, pre, inp, weight, bias, N, C, OC);
+    });
+}
+template <class X>
+void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqkv,
+                       const float* dprojb, const X* projw, size_t N, int C) {
+    const double bytes = t.x * (double(N) * C + double(C) * C);
+    t.time({.name = "bias gradients of q, k, v", .bytes = bytes}, [&](const Cuda& dev) {
+        qkv_bias_backward(dev, dqkvb, scratch, dqkv, dprojb, projw, N, C);
+    });
+}
+template <class X>
+void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* att, const X* qkv,
+                       int B, int Tq, int T, int NH, int HS) {
+    t.time({.name = "attention forward",
+            .flops = 2. * B * T * T * NH * HS,
+            .bytes = 4 * t.x * B * T * NH * HS},
+           [&](const Cuda& dev) {
+               attention_forward(dev, kind, out, lse, att, qkv, B, Tq, T, NH, HS);
+           });
+}
+template <class X>
+void attention_backward(const Timed& t, Attention kind, X* dqkv, void* scratch, const X* dout,
+                        const X* out, const float* lse, const X* att, const X* qkv, int B, int T,
+                        int NH, int HS) {
+    t.time({.name = "attention backward",
+            .flops = 5. * B * T * T * NH * HS,
+            .bytes = 8 * t.x * B * T * NH * HS},
+           [&](const Cuda& dev) {
+               attention_backward(dev, kind, dqkv, scratch, dout, out, lse, att, qkv, B, T, NH, HS);
+           });
+}
+template <class X>
+void cross_entropy(const Timed& t, X* dlogits, float* losses, void* scratch, const X* inp,
+                   const X* weight, const int* targets, float dloss, size_t N, int C, int V,
+                   int Vp) {
+    t.time(product(t, "forward, cross entropy", N, C, Vp), [&](const Cuda& dev) {
+        cross_entropy(dev, dlogits, losses, scratch, inp, weight, targets, dloss, N, C, V, Vp);
+    });
+}
+void global_norm(const Timed& t, float* out, void* scratch, const float* x, size_t n) {
+    t.time({.name = "gradient norm", .bytes = double(sizeof(float) * n)},
+           [&](const Cuda& dev) { global_norm(dev, out, scratch, x, n); });
+}
+
 // The calls of a ring are not timed, because the benchmark has one GPU.
 template <class X>
 void attention_forward(const Timed& t, Attention kind, const AttentionForward<X, float>& call) {
@@ -121,20 +181,20 @@ void attention_backward(const Timed& t, Attention kind, const AttentionBackward<
 template <class X>
 void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N,
                     int C, int OC, const X* residual = nullptr) {
-    t.time(product(t.x, "forward", N, C, OC, residual ? t.x * N * OC : 0), [&](const Cuda& dev) {
+    t.time(product(t, "forward", N, C, OC, residual ? t.x * N * OC : 0), [&](const Cuda& dev) {
         matmul_forward(dev, out, inp, weight, bias, N, C, OC, residual);
     });
 }
-// Each gradient of a linear layer by a call of its own.
+// Computes each gradient of a linear layer by a call of its own.
 template <class X, class F>
 void time_gradients(const Timed& t, X* dinp, float* dweight, size_t N, int C, int OC,
                     bool accumulate, F call) {
     const double sums = double(C) * OC * ((accumulate ? 8 : 4) - t.x);
     if (dweight)
-        t.time(product(t.x, "weight gradient", N, C, OC, sums),
+        t.time(product(t, "weight gradient", N, C, OC, sums),
                [&](const Cuda& dev) { call(dev, static_cast<X*>(nullptr), dweight); });
     if (dinp)
-        t.time(product(t.x, "input gradient", N, C, OC),
+        t.time(product(t, "input gradient", N, C, OC),
                [&](const Cuda& dev) { call(dev, dinp, static_cast<float*>(nullptr)); });
 }
 template <class X>
@@ -160,7 +220,7 @@ void matmul_activation_backward(const Timed& t, X* dpre, float* dpre_sum, X* out
                                 const X* dout, const X* weight, const X* pre, size_t N, int C,
                                 int OC) {
     const std::string what = format("input gradient, %s", kActivationName);
-    t.time(product(t.x, what, N, C, OC, t.x * (out ? 2 : 1) * N * C), [&](const Cuda& dev) {
+    t.time(product(t, what, N, C, OC, t.x * (out ? 2 : 1) * N * C), [&](const Cuda& dev) {
         matmul_activation_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC);
     });
 }
@@ -170,15 +230,20 @@ void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, 
     double n = 0;
     for (int i = 0; i < num_ranges; i++)
         n += ranges[i].size;
-    t.time({"adamw", 0, n * (7 * sizeof(float) + (master ? t.x : 0))}, [&](const Cuda& dev) {
+    const double bytes = n * (7 * sizeof(float) + (master ? t.x : 0));
+    t.time({.name = "adamw", .bytes = bytes}, [&](const Cuda& dev) {
         adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper);
     });
 }
 
 // -------------------------------------------------------------------------------------------------
+// The benchmark
 
 struct Bench : Output {
-    std::string model = "d12", shapes, precision = "bf16", attention = "flash";
+    std::string model = "d12";
+    std::string shapes;
+    std::string precision = "bf16";
+    std::string attention = "flash";
     int recompute = 1;
     bool breakdown = false;
     bool generation = false;
@@ -192,13 +257,15 @@ struct TextIds {
 
     explicit TextIds(int V) {
         double sum = 0;
-        for (int id = 0; id < V; id++)
-            up_to.push_back(sum += 1 / (id + 2.7));
+        for (int id = 0; id < V; id++) {
+            sum += 1 / (id + 2.7);
+            up_to.push_back(sum);
+        }
     }
     int draw(uint64_t seed, uint64_t index) const {
-        const double at = uniform(seed, index) * up_to.back();
-        return static_cast<int>(std::upper_bound(up_to.begin(), up_to.end() - 1, at) -
-                                up_to.begin());
+        const double random = uniform(seed, index) * up_to.back();
+        const auto id = std::upper_bound(up_to.begin(), up_to.end() - 1, random);
+        return static_cast<int>(id - up_to.begin());
     }
 };
 
@@ -221,17 +288,24 @@ struct Trainer {
                  .recompute = o.recompute}) {
         allocate_or_explain(model);
         init_random(model, 1);
+
         const size_t n = size_t(B) * T;
         pinned = static_cast<int*>(dev.alloc_host(model.batch_ints() * sizeof(int)));
+        int* const inputs = pinned;
+        int* const targets = inputs + n;
+        int* const plan = targets + n;
         const TextIds ids(config.V);
-        // targets: the next token
-        for (size_t i = 0; i < 2 * n; i++)
-            pinned[i] = ids.draw(3, i % n + i / n);
-        encoder_plan(dev, pinned + 2 * n, pinned, n);
+        for (size_t i = 0; i < n; i++) {
+            inputs[i] = ids.draw(3, i);
+            targets[i] = ids.draw(3, i + 1);
+        }
+        encoder_plan(dev, plan, inputs, n);
     }
     ~Trainer() { dev.free_host(pinned); }
 
-    float train() {  // the loss
+    // Returns the loss.
+    float train() {
+        step++;
         model.upload(pinned, 1);
         model.train_micro_batches();
         model.update({.lr = 3e-4f,
@@ -240,12 +314,14 @@ struct Trainer {
                       .eps = 1e-8f,
                       .weight_decay = 0.1f,
                       .max_norm = 1.f,
-                      .step = ++step,
+                      .step = step,
                       .seed = 1});
         dev.download(stats, model.statistics().losses(), sizeof stats);
         return stats[0];
     }
-    // Trains for so long and calls after_step() each time. Returns the mean milliseconds of a step.
+
+    // Trains for that long and calls after_step() after each step. Returns the mean milliseconds of
+    // a step.
     template <class F>
     double train_for(double seconds, F after_step) {
         using Clock = std::chrono::steady_clock;
@@ -260,27 +336,36 @@ struct Trainer {
     }
 };
 
-Row row_of(const Cuda& dev, const char* kind, const Bench& o, int B, int T,
+// A row of a call, or of all of them if `call` is null.
+Row row_of(const Cuda& dev, const char* kind, const Bench& o, const BatchShape& shape,
            const char* call = nullptr) {
     Row row = result_row(dev, kind);
     row.add("kernel", "train_gpt2cu");
     if (call)
         row.add("call", call);
-    row.add("model", o.model).add("dtype", o.precision).add("B", B).add("T", T);
+    row.add("model", o.model);
+    row.add("dtype", o.precision);
+    row.add("B", shape.B);
+    row.add("T", shape.T);
     row.add("ids", "text-like");
     if (!call)
         row.add("gpus", 1);
-    return row.add("attention", o.attention).add("recompute", o.recompute);
+    row.add("attention", o.attention);
+    row.add("recompute", o.recompute);
+    return row;
 }
 
 template <class X>
-void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) {
+void bench(const Cuda& dev, const Bench& o, const Config& config, const BatchShape& shape) {
+    const auto [B, T] = shape;
     Trainer<Cuda, X> trainer(dev, o, config, B, T);
     const float first = trainer.train();
     for (int i = 0; i < 18; i++)
         trainer.train();
     const float loss = trainer.train();
-    if (!(std::fabs(first - std::log(config.V)) < 0.5f) || !(loss < first))
+    const bool starts_random = std::fabs(first - std::log(config.V)) < 0.5f;
+    const bool falls = loss < first;
+    if (!starts_random || !falls)
         throw Error(format(
             "B=%d T=%d: the loss goes from %g to %g, expected from ln V = %g down: not timed", B, T,
             first, loss, std::log(config.V)));
@@ -296,30 +381,40 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(),
                 o.precision.c_str(), o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);
+
     Log log = results_log(dev, "train", o);
-    Row row = row_of(dev, "train", o, B, T);
-    row.add("deterministic", true).add("ms", ms).add("tok_s", tok_s).add("mfu", mfu);
-    log.write(row.add("mem_gib", mem_gib).add("loss", double(loss)));
+    Row row = row_of(dev, "train", o, shape);
+    row.add("deterministic", true);
+    row.add("ms", ms);
+    row.add("tok_s", tok_s);
+    row.add("mfu", mfu);
+    row.add("mem_gib", mem_gib);
+    row.add("loss", double(loss));
+    log.write(row);
 }
 
 template <class X>
-void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, int T) {
+void breakdown(const Timed& dev, const Bench& o, const Config& config, const BatchShape& shape) {
+    const auto [B, T] = shape;
     const Figures gemm = gemm_tflops<X>(dev, false);
     const Figures copy = copy_rate(dev);
     Trainer<Timed, X> trainer(dev, o, config, B, T);
     constexpr int kSteps = 20;  // of kernels launched one by one
     trainer.train_for(2, [&] { dev.laps.clear(); });
-    dev.lines.clear(), dev.order.clear();
+    dev.lines.clear();
+    dev.order.clear();
     Event first;
     Event last;
     first.record(dev);
-    for (int i = 0; i < kSteps; i++)
-        trainer.train(), dev.collect();
+    for (int i = 0; i < kSteps; i++) {
+        trainer.train();
+        dev.collect();
+    }
     last.record(dev);
     const double step_ms = first.ms_until(last) / kSteps;
 
     std::printf(
-        "\n%s %s B=%d T=%d, sustained: a step of %.2f ms; beside it %.0f TFLOP/s (GEMM of %d³), "
+        "\n%s %s B=%d T=%d, sustained: a step of %.2f ms; for comparison %.0f TFLOP/s (GEMM of %d³), "
         "%.2f TB/s (copy)\n",
         o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev),
         copy.sustained * 1e-12);
@@ -337,14 +432,22 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
         // a call may beat the GEMM and the copy measured here
         const double lost = std::max(0., ms - least / kSteps);
         sum += ms;
+
         std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(),
                     line.calls / kSteps, ms, 100 * ms / step_ms, tflops,
                     100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained, lost);
-        Row row = row_of(dev, "breakdown", o, B, T, name.c_str());
-        row.add("calls", line.calls / kSteps).add("ms", ms).add("step_ms", step_ms);
-        row.add("tflops", tflops).add("tb_s", tb_s).add("gemm_tflops_sustained", gemm.sustained);
-        row.add("gemm_size", gemm_size<X>(dev)).add("copy_tb_s_sustained", copy.sustained * 1e-12);
-        log.write(row.add("lost_ms", lost));
+
+        Row row = row_of(dev, "breakdown", o, shape, name.c_str());
+        row.add("calls", line.calls / kSteps);
+        row.add("ms", ms);
+        row.add("step_ms", step_ms);
+        row.add("tflops", tflops);
+        row.add("tb_s", tb_s);
+        row.add("gemm_tflops_sustained", gemm.sustained);
+        row.add("gemm_size", gemm_size<X>(dev));
+        row.add("copy_tb_s_sustained", copy.sustained * 1e-12);
+        row.add("lost_ms", lost);
+        log.write(row);
     }
     std::printf("%-40s %5s %8.3f %6.1f\n", "all of these", "", sum, 100 * sum / step_ms);
 }
@@ -362,16 +465,48 @@ void generation(const Cuda& dev, const Bench& o, const Config& config) {
     for (const int position : {10, 100, 500, 1000}) {
         double best = INFINITY;
         for (int i = 0; i < 20; i++) {
+            const bool use_cache = i > 0;
             const double start = now();
-            logits_of_last(model, std::vector<int>(position + i, 7), i > 0);
-            if (i > 0)
+            logits_of_last(model, std::vector<int>(position + i, 7), use_cache);
+            if (use_cache)
                 best = std::min(best, 1e3 * (now() - start));
         }
         std::printf("%-5s %-5s %-6s %8d %12.3f\n", o.model.c_str(), o.precision.c_str(),
                     o.attention.c_str(), position, best);
-        Row row = row_of(dev, "generation", o, 1, config.max_T);
-        log.write(row.add("position", position).add("ms", best));
+        Row row = row_of(dev, "generation", o, {.B = 1, .T = config.max_T});
+        row.add("position", position);
+        row.add("ms", best);
+        log.write(row);
     }
+}
+
+template <class X>
+void run(Timed& dev, const Bench& o) {
+    dev.x = sizeof(X);
+    const Config config = preset_config(o.model).value();
+    if (o.generation) {
+        generation<X>(dev, o, config);
+        return;
+    }
+
+    if (!o.breakdown)
+        std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n",
+                    dev.name.c_str(), "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %",
+                    "GiB");
+    for (const BatchShape& shape : parse_shapes(o.shapes)) {
+        Config c = config;
+        c.max_T = std::max(c.max_T, shape.T);
+        if (o.breakdown)
+            breakdown<X>(dev, o, c, shape);
+        else
+            bench<X>(dev, o, c, shape);
+    }
+}
+
+std::string default_shapes(const Bench& o) {
+    if (o.breakdown)
+        return "64x1024";
+    return o.precision == "bf16" ? "4x1024,16x1024,64x1024" : "4x1024,16x1024";
 }
 
 }  // namespace
@@ -393,32 +528,15 @@ int main(int argc, char** argv) {
     const char* const files = "train.jsonl, breakdown.jsonl or generation.jsonl";
     return bench_main(argc, argv, "bench_train", about, files, o, table, [&] {
         if (o.shapes.empty())
-            o.shapes = o.breakdown             ? "64x1024"
-                       : o.precision == "bf16" ? "4x1024,16x1024,64x1024"
-                                               : "4x1024,16x1024";
-        const auto shapes = parse_shapes(o.shapes);
+            o.shapes = default_shapes(o);
+        parse_shapes(o.shapes);  // before the GPU is used, because they may be wrong
         Timed dev(0);
         dev.tf32 = dev.sm >= 80;
         dev.graphs = !o.breakdown;
-        dev.x = o.precision == "bf16" ? sizeof(bf16) : sizeof(float);
-        const Config config = preset_config(o.model).value();
-        if (!o.breakdown && !o.generation)
-            std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n",
-                        dev.name.c_str(), "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %",
-                        "GiB");
-        const bool is_bf16 = o.precision == "bf16";
-        if (o.generation) {
-            is_bf16 ? generation<bf16>(dev, o, config) : generation<float>(dev, o, config);
-            return 0;
-        }
-        for (const auto& [B, T] : shapes) {
-            Config c = config;
-            c.max_T = std::max(c.max_T, T);
-            if (o.breakdown)
-                is_bf16 ? breakdown<bf16>(dev, o, c, B, T) : breakdown<float>(dev, o, c, B, T);
-            else
-                is_bf16 ? bench<bf16>(dev, o, c, B, T) : bench<float>(dev, o, c, B, T);
-        }
+        if (o.precision == "bf16")
+            run<bf16>(dev, o);
+        else
+            run<float>(dev, o);
         return 0;
     });
 }

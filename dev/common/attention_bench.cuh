@@ -1,6 +1,5 @@
-// What the programs about attention share. bench_attention and accuracy take their options and
-// kernels from here. accuracy and study_accumulation also take the inputs, and a kernel's results
-// with their errors.
+// What the programs about attention share: the options and kernels of bench_attention and accuracy,
+// and the inputs of accuracy and study_accumulation, with a kernel's results and their errors.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -12,14 +11,20 @@
 #include "dev/common/oracle.cuh"
 
 struct AttentionOptions : Output {
-    std::string kernel = "all", shapes, dtype = "all", hs = "64";
+    std::string kernel = "all";
+    std::string shapes;
+    std::string dtype = "all";
+    std::string hs = "64";
     int heads = 12;
-    bool no_causal = false, quick = false;
+    bool no_causal = false;
+    bool quick = false;
 
     template <class X>
     bool has() const {
         return dtype == "all" || dtype == name_of(dtype_of<X>());
     }
+    bool has_kernel(const char* name) const { return kernel == "all" || kernel == name; }
+
     AttentionShape shape(int B, int T) const {
         const int HS = std::atoi(hs.c_str());
         return {.B = B, .Tq = T, .Tk = T, .NH = heads, .HS = HS, .causal = !no_causal};
@@ -28,7 +33,11 @@ struct AttentionOptions : Output {
 
 // What differs between the two programs.
 struct AttentionProgram {
-    const char *name, *about, *results, *shapes, *quick;
+    const char* name;
+    const char* about;
+    const char* results;  // the file's name, without .jsonl
+    const char* shapes;   // the default, for --help
+    const char* quick;    // what --quick does
 };
 
 // The programs' main. It calls run(dev, options, log) unless the command line only asks for help.
@@ -36,8 +45,8 @@ template <class Run>
 int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o,
                    Run run) {
     const std::string shapes = std::string("BxT,BxT,… (default: ") + program.shapes + ")";
-    // without "flash"
-    const std::string kernels = std::string("all|naive_tf32") + std::strchr(attention_names(), '|');
+    const char* const all_but_flash = std::strchr(attention_names(), '|');  // "|naive|…"
+    const std::string kernels = std::string("all|naive_tf32") + all_but_flash;
     const std::vector<Option> table = {
         {"--kernel", "", Option::Choice, &o.kernel, "which kernel", kernels.c_str()},
         {"--shapes", "", Option::String, &o.shapes, shapes.c_str()},
@@ -65,7 +74,8 @@ struct Subject {
     bool tf32;
     bool is_naive() const { return !kernel->flash && !tf32; }
 };
-// Those that this GPU runs, slowest first.
+
+// The kernels that this GPU can run, slowest first.
 template <class X>
 std::vector<Subject<X>> subjects_on(const Cuda& dev) {
     std::vector<Subject<X>> all;
@@ -73,9 +83,9 @@ std::vector<Subject<X>> subjects_on(const Cuda& dev) {
     for (const AttentionKernel<X>* k = kernels.begin; k != kernels.begin + kernels.count; k++) {
         if (!k->runs_on(dev))
             continue;
-        all.push_back({k->name, k, false});
+        all.push_back({.name = k->name, .kernel = k, .tf32 = false});
         if (!k->flash && std::is_same_v<X, float>)
-            all.push_back({"naive_tf32", k, true});
+            all.push_back({.name = "naive_tf32", .kernel = k, .tf32 = true});
     }
     return all;
 }
@@ -85,16 +95,19 @@ template <class X>
 struct Poisoned {
     DeviceMemory memory;
     Poisoned(const Cuda& dev, size_t count) : memory(poisoned(dev, count * sizeof(X))) {}
-    operator X*() const { return static_cast<X*>(memory.get()); }
+    X* ptr() const { return static_cast<X*>(memory.get()); }
+    operator X*() const { return ptr(); }
 };
 
-// All that a kernel writes, poisoned, and its passes.
+// A kernel's passes, and all that it writes, poisoned.
 template <class X>
 struct KernelRun {
     const AttentionKernel<X>& kernel;
     const AttentionShape s;
     const size_t n = s.rows() * s.HS;
-    Poisoned<X> out, dqkv, att;
+    Poisoned<X> out;
+    Poisoned<X> dqkv;
+    Poisoned<X> att;
     Poisoned<float> lse;
     Poisoned<char> scratch;
 
@@ -106,6 +119,7 @@ struct KernelRun {
           att(dev, kernel.saved_bytes(s) / sizeof(X)),
           lse(dev, s.rows()),
           scratch(dev, kernel.scratch_bytes(s)) {}
+
     void forward(const Cuda& dev, const X* qkv) const {
         AttentionForward<X> c = layer_forward<X>(out, lse, qkv, s);
         c.att = att;
@@ -124,17 +138,12 @@ struct KernelRun {
 // -------------------------------------------------------------------------------------------------
 // Errors against the oracle
 
-// q, k, v and dout are (N(0,1) + shift)·factor.
-struct Input {
-    const char *name, *text;
-    float factor[4] = {1, 1, 1, 1}, shift[4] = {};
-};
-
-// x has n elements of N(0,1): qkv (…, 3, C), and then dout (…, C).
+// x has n elements of N(0,1): qkv (…, 3, C), and then dout (…, C). Makes them elements of `input`.
 template <class X>
-__global__ void shape_inputs_kernel(X* x, size_t n, int C, Input input) {
+__global__ void shape_inputs_kernel(X* x, size_t n, int C, Distribution input) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
-    const int part = i < n / 4 * 3 ? i / C % 3 : 3;
+    const bool is_dout = i >= n / 4 * 3;
+    const int part = is_dout ? 3 : (i / C) % 3;
     if (i < n)
         x[i] = static_cast<X>((to_float(x[i]) + input.shift[part]) * input.factor[part]);
 }
@@ -154,15 +163,16 @@ struct Result {
         CUDA_CHECK(cudaMemsetAsync(run.scratch, 0xFF, run.kernel.scratch_bytes(s), dev.stream));
         run.backward(dev, qkv, dout);
         dev.sync();
+        // the next kernel needs the memory
         run.att.memory.reset();
         run.scratch.memory.reset();
     }
 };
 
-// Of each subject, on the same input.
+// The results of each subject, on the same input.
 template <class X>
 std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjects,
-                                const AttentionShape& s, const Input& input) {
+                                const AttentionShape& s, const Distribution& input) {
     const size_t n = s.rows() * s.HS;
     const Poisoned<X> inputs(dev, 4 * n);
     X* const qkv = inputs;
@@ -175,6 +185,7 @@ std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjec
     std::list<Result<X>> results;
     for (const Subject<X>& subject : subjects)
         results.emplace_back(dev, subject, s, qkv, dout);
+
     for_each_head<X>(dev, qkv, dout, s, [&](const Oracle& oracle, int b, int h) {
         for (Result<X>& r : results)
             r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);

@@ -1,11 +1,11 @@
 // What the benchmarks share: the two timing protocols, random inputs, the GEMM rate to compare
 // with, and result rows.
 //
-// A power-capped GPU slows by 15 % within half a second of work, so a time means nothing without
-// its protocol.
+// A power-capped GPU slows down by 15 % within half a second of work, so a time means nothing
+// without its protocol.
 //   cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each after a rest
 //   sustained  0.5 s back to back, then the mean of the next 0.5 s
-// Both use device events. Both are reported. Compare figures only within one protocol.
+// Both use device events, and both are reported. Compare figures only within one protocol.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -30,7 +30,8 @@
 
 // Milliseconds, or a rate, in each protocol. NaN if not measured.
 struct Figures {
-    double cool = NAN, sustained = NAN;
+    double cool = NAN;
+    double sustained = NAN;
 };
 
 class Event {
@@ -38,6 +39,7 @@ class Event {
     Event() { CUDA_CHECK(cudaEventCreate(&event_)); }
     ~Event() { cudaEventDestroy(event_); }
     Event(const Event&) = delete;
+
     void record(const Cuda& dev) { CUDA_CHECK(cudaEventRecord(event_, dev.stream)); }
     double ms_until(const Event& end) const {  // waits for `end`
         float ms;
@@ -50,11 +52,12 @@ class Event {
     cudaEvent_t event_;
 };
 
-// launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers. Each run comes
-// after a rest of four times the length of the run before, at most max_rest ms. Without it the
-// clock falls after 60 ms of attention's backward. The GPU pauses before it, so that the host can
-// queue all of a timed pass. The time is then the GPU's and does not depend on how fast the host
-// launches.
+// launch(i) enqueues the i-th run of the timed work, and may use i to rotate buffers.
+//
+// Before each run the GPU rests four times as long as the run before took, but at most max_rest ms.
+// Without that the clock falls after 60 ms of attention's backward. Then the GPU pauses, so that
+// the host can queue all of the run. So the time is the GPU's, and does not depend on how fast the
+// host launches.
 template <class Launch>
 double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     constexpr int kWarmUps = 3;
@@ -62,28 +65,29 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     constexpr unsigned kHeadStartNs = 200'000;
     dev.sync();
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
-    int i = 0;
-    for (; i < kWarmUps; i++)
+    for (int i = 0; i < kWarmUps; i++)
         launch(i);
+
     std::array<double, kRuns> ms;
     double rest = 0.;
-    for (double& run : ms) {
+    for (int i = 0; i < kRuns; i++) {
         dev.sync();
         std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(rest));
         Event start;
         Event end;
         dev.pause(kHeadStartNs);
         start.record(dev);
-        launch(i++);
+        launch(kWarmUps + i);
         end.record(dev);
-        run = start.ms_until(end);
-        rest = std::min(4. * run, max_rest);
+        ms[i] = start.ms_until(end);
+        rest = std::min(4. * ms[i], max_rest);
     }
+
     std::nth_element(ms.begin(), ms.begin() + kRuns / 2, ms.end());
     return ms[kRuns / 2];
 }
 
-// about_ms: the rough length of a run. It tells how many runs fill half a second.
+// The protocol needs to know roughly how long a run takes, so that runs fill half a second.
 template <class Launch>
 double sustained_ms(const Cuda& dev, double about_ms, Launch launch) {
     const int runs = std::max(1, static_cast<int>(std::ceil(500. / about_ms)));
@@ -91,6 +95,7 @@ double sustained_ms(const Cuda& dev, double about_ms, Launch launch) {
     Event end;
     for (int i = 0; i < runs; i++)
         launch(i);
+
     start.record(dev);
     for (int i = 0; i < runs; i++)
         launch(i);
@@ -116,20 +121,25 @@ struct BatchShape {
     int T;
 };
 
+inline BatchShape parse_shape(const std::string& text) {
+    BatchShape shape = {};
+    int used = 0;
+    const int numbers = std::sscanf(text.c_str(), "%dx%d%n", &shape.B, &shape.T, &used);
+    const bool is_all = used == static_cast<int>(text.size());
+    if (numbers != 2 || !is_all || shape.B < 1 || shape.T < 1)
+        throw UsageError(
+            format("--shapes: \"%s\" is not of the form BxT, such as 4x1024", text.c_str()));
+    return shape;
+}
+
 // Parses shapes such as "4x1024,2x16384". Throws UsageError.
 inline std::vector<BatchShape> parse_shapes(const std::string& text) {
     std::vector<BatchShape> shapes;
-    for (size_t at = 0; at <= text.size();) {
-        const size_t comma = std::min(text.find(',', at), text.size());
-        const std::string item = text.substr(at, comma - at);
-        int B = 0;
-        int T = 0;
-        int used = 0;
-        if (std::sscanf(item.c_str(), "%dx%d%n", &B, &T, &used) != 2 ||
-            used != static_cast<int>(item.size()) || B < 1 || T < 1)
-            throw UsageError(format("--shapes: \"%s\" is no BxT such as 4x1024", item.c_str()));
-        shapes.push_back({B, T});
-        at = comma + 1;
+    size_t begin = 0;
+    while (begin <= text.size()) {
+        const size_t end = std::min(text.find(',', begin), text.size());
+        shapes.push_back(parse_shape(text.substr(begin, end - begin)));
+        begin = end + 1;
     }
     return shapes;
 }
@@ -138,16 +148,18 @@ inline std::vector<BatchShape> parse_shapes(const std::string& text) {
 // Device memory and random inputs
 
 using DeviceMemory = std::unique_ptr<void, std::function<void(void*)>>;
+
 inline DeviceMemory device_memory(const Cuda& dev, size_t bytes) {
     return {dev.alloc(bytes), [&dev](void* p) { dev.free(p); }};
 }
 
 // x[i] ~ N(0,1) by Box-Muller on a mixed counter, so it depends on (seed, i) only. Zeros or
-// constants would draw less power and flatter the clock.
+// constants would draw less power, and the clock would be higher than it is in use.
 template <class X>
 __global__ void normal_kernel(X* x, size_t n, uint64_t seed) {
-    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
-         i += size_t(gridDim.x) * blockDim.x) {
+    const size_t first = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    const size_t step = size_t(gridDim.x) * blockDim.x;
+    for (size_t i = first; i < n; i += step) {
         const uint64_t z = mix64((seed << 48) + i + kGolden);
         const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f;
         const float angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
@@ -161,8 +173,8 @@ void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The GEMM rate is what cuBLAS reaches on a large square product in X, in TFLOP/s. In fp32 dev.tf32
-// decides about TF32
+// The rates to compare with. The GEMM rate is what cuBLAS reaches on a large square product in X,
+// in TFLOP/s. In fp32 it uses TF32 if dev.tf32 is set
 
 template <class X>
 int gemm_size(const Cuda& dev) {
@@ -182,6 +194,7 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
     X* b = a + size;
     X* c = b + size;
     fill_normal(dev, a, 2 * size, 1);
+
     const float alpha = 1.f;
     const float beta = 0.f;
     const auto product = [&](int) {
@@ -191,7 +204,7 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
     return tflops(2. * n * n * n, measure_ms(dev, quick, product));
 }
 
-// Bytes a second of a device-to-device copy that fits no cache. Reads and writes both count.
+// Bytes per second of a device-to-device copy that fits in no cache. Both reads and writes count.
 inline Figures copy_rate(const Cuda& dev) {
     constexpr size_t kBytes = size_t(1) << 30;
     const DeviceMemory memory = device_memory(dev, 2 * kBytes);
@@ -208,16 +221,20 @@ inline Figures copy_rate(const Cuda& dev) {
 
 inline std::string first_line_of(const char* command) {
     std::string line;
-    if (std::FILE* pipe = popen(command, "r")) {
-        for (int c; (c = std::fgetc(pipe)) != EOF && c != '\n';)
-            line += static_cast<char>(c);
-        pclose(pipe);
+    std::FILE* const pipe = popen(command, "r");
+    if (!pipe)
+        return line;
+    int c = std::fgetc(pipe);
+    while (c != EOF && c != '\n') {
+        line += static_cast<char>(c);
+        c = std::fgetc(pipe);
     }
+    pclose(pipe);
     return line;
 }
 
-// A benchmark's rows go to the file `out` if it is named. Otherwise they go to dev/results with
-// `json`, or nowhere without it.
+// Where a benchmark appends its rows: to the file `out` if it is given, else to dev/results if
+// `json`, and else nowhere.
 struct Output {
     std::string out;
     bool json = false;
@@ -244,8 +261,8 @@ inline Log results_log(const Cuda& dev, const std::string& bench, const Output& 
         return Log();
     std::string gpu = dev.name;
     std::replace(gpu.begin(), gpu.end(), ' ', '-');
-    const std::filesystem::path path =
-        to.out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : to.out;
+    const std::string default_path = "dev/results/" + gpu + "/" + bench + ".jsonl";
+    const std::filesystem::path path = to.out.empty() ? default_path : to.out;
     if (path.has_parent_path())
         std::filesystem::create_directories(path.parent_path());
     return Log(path.string());
@@ -261,8 +278,8 @@ inline std::string utc_now() {
     return date;
 }
 
-// A row that says where its figures come from. Rows of the same run may be compared. The variable
-// RUN names the run, and without it the time of the first row does.
+// A row that says where its figures come from. Rows of the same run may be compared. The
+// environment variable RUN names the run; without it the time of the first row is its name.
 inline Row result_row(const Cuda& dev, const char* bench) {
     static const std::string tree = built_from;
     static const std::string commit = tree.substr(0, tree.find(' '));
@@ -270,13 +287,16 @@ inline Row result_row(const Cuda& dev, const char* bench) {
     static const std::string run = named && *named ? named : utc_now();
     static const std::string driver =
         first_line_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0");
-    int version = 0;
+    int version = 0;  // 12040 is 12.4
     CUDA_CHECK(cudaRuntimeGetVersion(&version));
+
     Row row(bench);
-    row.add("commit", commit)
-        .add("dirty", tree != commit + " clean")
-        .add("run", run)
-        .add("date", utc_now());
-    row.add("gpu", dev.name).add("driver", driver);
-    return row.add("cuda", format("%d.%d", version / 1000, version % 1000 / 10));
+    row.add("commit", commit);
+    row.add("dirty", tree != commit + " clean");
+    row.add("run", run);
+    row.add("date", utc_now());
+    row.add("gpu", dev.name);
+    row.add("driver", driver);
+    row.add("cuda", format("%d.%d", version / 1000, (version % 1000) / 10));
+    return row;
 }

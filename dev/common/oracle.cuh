@@ -1,9 +1,9 @@
-// Attention in fp64 on the GPU. It judges long sequences, because layers/cpu takes minutes where
-// this takes milliseconds. It takes whole sequences, with T = Tq = Tk.
+// Attention in fp64 on the GPU: the reference for long sequences, where layers/cpu takes minutes
+// and this takes milliseconds. It works on whole sequences, with T = Tq = Tk.
 //
-// It computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of query rows
-// with all keys, and a softmax kernel runs between the products. It keeps only 2·1024·T doubles of
-// T×T, which is 1 GiB at T = 65536.
+// The oracle computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of
+// query rows with all keys, and a softmax kernel runs between the products. Of the T×T matrices S
+// and dP only 1024 rows each are in memory at a time, which is 1 GiB at T = 65536.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -23,7 +23,7 @@ inline DeviceMemory poisoned(const Cuda& dev, size_t bytes) {
     return memory;
 }
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of a block
 inline unsigned blocks_of(size_t threads) {
     return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
 }
@@ -31,18 +31,21 @@ inline unsigned blocks_of(size_t threads) {
 // -------------------------------------------------------------------------------------------------
 // The oracle
 
-// Every thread gets the result. NaN wins a maximum.
 struct Sum {
     static __device__ double of(double a, double b) { return a + b; }
 };
+// NaN counts as larger than any number.
 struct Max {
-    static __device__ double of(double a, double b) { return a > b || isnan(a) ? a : b; }
+    static __device__ double of(double a, double b) { return (a > b || isnan(a)) ? a : b; }
 };
+
+// Reduces the x of a block's threads. Every thread gets the result.
 template <class Op>
 __device__ double block_reduce(double x) {
     __shared__ double smem[kThreads];
     __syncthreads();  // wait until an earlier call's reads are done
     smem[threadIdx.x] = x;
+
     for (int half = kThreads / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half)
@@ -58,14 +61,17 @@ static __global__ void softmax64_kernel(double* p, double* lse, int q0, int keys
     double* s = p + size_t(blockIdx.x) * keys;
     const int query = q0 + blockIdx.x;
     const int seen = causal ? query + 1 : keys;
+
     double m = -INFINITY;
-    double l = 0;
     for (int j = threadIdx.x; j < seen; j += kThreads)
         m = Max::of(m, s[j]);
     m = block_reduce<Max>(m);
+
+    double l = 0;
     for (int j = threadIdx.x; j < seen; j += kThreads)
         l += exp(s[j] - m);
     l = block_reduce<Sum>(l);
+
     for (int j = threadIdx.x; j < keys; j += kThreads)
         s[j] = j < seen ? exp(s[j] - m) / l : 0;
     if (threadIdx.x == 0)
@@ -75,29 +81,57 @@ static __global__ void softmax64_kernel(double* p, double* lse, int q0, int keys
 // dP becomes dS = P∘(dP − D), D = rowsum(P∘dP).
 static __global__ void softmax64_backward_kernel(double* dp, const double* p, int keys) {
     const size_t row = size_t(blockIdx.x) * keys;
+
     double D = 0;
     for (int j = threadIdx.x; j < keys; j += kThreads)
         D += p[row + j] * dp[row + j];
     D = block_reduce<Sum>(D);
+
     for (int j = threadIdx.x; j < keys; j += kThreads)
         dp[row + j] = p[row + j] * (dp[row + j] - D);
 }
 
-// Row-major c (m × n) = alpha·a b + beta·c. a is (m × k), or (k × m) and transposed, and b
-// likewise. cuBLAS is column-major, so we ask it for cᵀ = bᵀ aᵀ.
-inline void multiply(const Cuda& dev, double* c, double alpha, const double* a, bool transpose_a,
-                     const double* b, bool transpose_b, int m, int n, int k, double beta) {
-    CUBLAS_CHECK(cublasDgemm(dev.blas, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                             transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &alpha, b,
-                             transpose_b ? k : n, a, transpose_a ? m : k, &beta, c, n));
+// A factor of a product, row-major.
+struct Operand {
+    const double* data;
+    bool transposed = false;  // it is stored as its transpose
+};
+struct ProductSizes {
+    int rows;     // of c
+    int columns;  // of c
+    int inner;    // what the product sums over
+};
+struct ProductScales {
+    double product = 1;
+    double c = 0;  // 1 adds the product to c
+};
+
+// Row-major c = scales.product·a b + scales.c·c. cuBLAS is column-major, so it is asked for
+// cᵀ = bᵀ aᵀ.
+inline void multiply(const Cuda& dev, double* c, const Operand& a, const Operand& b,
+                     const ProductSizes& sizes, const ProductScales& scales = {}) {
+    const auto operation = [](const Operand& x) {
+        return x.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    };
+    const auto [rows, columns, inner] = sizes;
+    const int a_stride = a.transposed ? rows : inner;
+    const int b_stride = b.transposed ? inner : columns;
+    CUBLAS_CHECK(cublasDgemm(dev.blas, operation(b), operation(a), columns, rows, inner,
+                             &scales.product, b.data, b_stride, a.data, a_stride, &scales.c, c,
+                             columns));
 }
 
 // One head in fp64: q, k, v, dout, out, dq, dk, dv (T, HS), lse (T).
 class Oracle {
   public:
-    double *q, *k, *v, *dout, *results[kTensors];
+    double* q;
+    double* k;
+    double* v;
+    double* dout;
+    double* results[kTensors];
 
-    static constexpr int kBlock = 1024;  // query rows that are in work at a time
+    static constexpr int kBlock = 1024;  // query rows whose S and dP are in memory at a time
+
     Oracle(const Cuda& dev, int T, int HS, int block = kBlock)
         : dev_(dev), T_(T), HS_(HS), block_(std::min(block, T)) {
         const size_t n = size_t(T) * HS;
@@ -111,45 +145,72 @@ class Oracle {
         p_ = take(size_t(block_) * T);
         dp_ = take(size_t(block_) * T);
     }
+
     static size_t bytes(int T, int HS, int block = kBlock) {
-        return (8 * size_t(T) * HS + T + 2 * size_t(std::min(block, T)) * T) * sizeof(double);
+        const size_t heads = 8 * size_t(T) * HS + T;
+        const size_t matrices = 2 * size_t(std::min(block, T)) * T;
+        return (heads + matrices) * sizeof(double);
     }
 
-    // Reads q, k, v, dout; writes results.
+    // Reads q, k, v and dout, and writes results.
     void run(bool causal, double scale) {
         for (int i : {Dk, Dv})
             dev_.zero(results[i], size_t(T_) * HS_ * sizeof(double));
-        for (int q0 = 0; q0 < T_; q0 += block_) {
-            const int rows = std::min(block_, T_ - q0);
-            const int keys = causal ? q0 + rows : T_;
-            const size_t at = size_t(q0) * HS_;
-            multiply(dev_, p_, scale, q + at, false, k, true, rows, keys, HS_, 0);
-            softmax64_kernel<<<rows, kThreads, 0, dev_.stream>>>(p_, results[Lse], q0, keys,
-                                                                 causal);
-            LAUNCH_CHECK("softmax64_kernel");
-            multiply(dev_, results[Out] + at, 1, p_, false, v, false, rows, HS_, keys, 0);
-            multiply(dev_, results[Dv], 1, p_, true, dout + at, false, keys, HS_, rows, 1);
-            multiply(dev_, dp_, 1, dout + at, false, v, true, rows, keys, HS_, 0);
-            softmax64_backward_kernel<<<rows, kThreads, 0, dev_.stream>>>(dp_, p_, keys);
-            LAUNCH_CHECK("softmax64_backward_kernel");
-            multiply(dev_, results[Dq] + at, scale, dp_, false, k, false, rows, HS_, keys, 0);
-            multiply(dev_, results[Dk], scale, dp_, true, q + at, false, keys, HS_, rows, 1);
-        }
+        for (int q0 = 0; q0 < T_; q0 += block_)
+            run_block(q0, causal, scale);
     }
 
   private:
     const Cuda& dev_;
-    int T_, HS_, block_;
+    int T_;
+    int HS_;
+    int block_;
     DeviceMemory memory_;
-    double *p_, *dp_;
+    double* p_;
+    double* dp_;
+
+    // The query rows from q0 on. Writes their rows of out, lse and dq, and adds to dk and dv.
+    void run_block(int q0, bool causal, double scale) {
+        const int rows = std::min(block_, T_ - q0);
+        const int keys = causal ? q0 + rows : T_;
+        const size_t first = size_t(q0) * HS_;
+        const Operand q_rows{q + first};
+        const Operand dout_rows{dout + first};
+        const auto transposed = [](const double* x) { return Operand{x, true}; };
+        const ProductSizes rows_by_keys{.rows = rows, .columns = keys, .inner = HS_};
+        const ProductSizes rows_by_hs{.rows = rows, .columns = HS_, .inner = keys};
+        const ProductSizes keys_by_hs{.rows = keys, .columns = HS_, .inner = rows};
+
+        // S = scale·q kᵀ, P = softmax S, out = P v
+        multiply(dev_, p_, q_rows, transposed(k), rows_by_keys, {.product = scale});
+        softmax64_kernel<<<rows, kThreads, 0, dev_.stream>>>(p_, results[Lse], q0, keys, causal);
+        LAUNCH_CHECK("softmax64_kernel");
+        multiply(dev_, results[Out] + first, {p_}, {v}, rows_by_hs);
+
+        // dv += Pᵀ dout; dP = dout vᵀ, which becomes dS
+        multiply(dev_, results[Dv], transposed(p_), dout_rows, keys_by_hs, {.c = 1});
+        multiply(dev_, dp_, dout_rows, transposed(v), rows_by_keys);
+        softmax64_backward_kernel<<<rows, kThreads, 0, dev_.stream>>>(dp_, p_, keys);
+        LAUNCH_CHECK("softmax64_backward_kernel");
+
+        // dq = scale·dS k, dk += scale·dSᵀ q
+        multiply(dev_, results[Dq] + first, {dp_}, {k}, rows_by_hs, {.product = scale});
+        multiply(dev_, results[Dk], transposed(dp_), q_rows, keys_by_hs,
+                 {.product = scale, .c = 1});
+    }
 };
 
-// Copies `from`, whose rows of n lie `stride` elements apart, to `to` (T, n) in fp64.
+// The index of element i of a (T, n) tensor whose rows are `stride` elements apart.
+__device__ inline size_t strided(size_t i, int n, size_t stride) {
+    return (i / n) * stride + i % n;
+}
+
+// Copies `from` (T, n), whose rows are `stride` elements apart, to a contiguous `to` in fp64.
 template <class X>
 __global__ void gather_kernel(double* to, const X* from, size_t stride, int T, int n) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
     if (i < size_t(T) * n)
-        to[i] = to_float(from[i / n * stride + i % n]);
+        to[i] = to_float(from[strided(i, n, stride)]);
 }
 
 // Copies one head of a packed qkv (B, T, 3, NH, HS) and dout (B, T, NH, HS) into the oracle.
@@ -160,15 +221,17 @@ void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const 
     const size_t token = size_t(b) * s.Tq;
     double* const parts[] = {oracle.q, oracle.k, oracle.v};
     const unsigned blocks = blocks_of(size_t(s.Tq) * s.HS);
-    for (int part = 0; part < 3; part++)
-        gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(
-            parts[part], qkv + (token * 3 + part) * C + h * s.HS, 3 * C, s.Tq, s.HS);
-    gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(oracle.dout, dout + token * C + h * s.HS, C,
-                                                       s.Tq, s.HS);
+    for (int part = 0; part < 3; part++) {
+        const X* const head = qkv + (token * 3 + part) * C + h * s.HS;
+        gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(parts[part], head, 3 * C, s.Tq, s.HS);
+        LAUNCH_CHECK("gather_kernel");
+    }
+    const X* const head = dout + token * C + h * s.HS;
+    gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(oracle.dout, head, C, s.Tq, s.HS);
     LAUNCH_CHECK("gather_kernel");
 }
 
-// Calls use(oracle, b, h) with fp64's results of each head.
+// Calls use(oracle, b, h) for each head, when the oracle has its results.
 template <class X, class Use>
 void for_each_head(const Cuda& dev, const X* qkv, const X* dout, const AttentionShape& s, Use use) {
     Oracle oracle(dev, s.Tq, s.HS);
@@ -181,11 +244,15 @@ void for_each_head(const Cuda& dev, const X* qkv, const X* dout, const Attention
 }
 
 // -------------------------------------------------------------------------------------------------
-// Errors against it
+// Errors against the oracle
 
-// The sums over one tensor.
+// The sums over one tensor, in the device's memory.
 struct ErrorSums {
-    double largest_error, error, error2, largest, value2;  // max|e|, Σ|e|, Σe², max|ref|, Σref²
+    double largest_error;
+    double error;
+    double squared_error;
+    double largest_reference;
+    double squared_reference;
 };
 
 // The bits of non-negative doubles have the same order as their values, and NaN's bits are above
@@ -201,31 +268,33 @@ __global__ void error_kernel(ErrorSums* sums, const X* got, size_t stride, const
                              int T, int n) {
     double largest_error = 0;
     double error = 0;
-    double error2 = 0;
-    double largest = 0;
-    double value2 = 0;
-    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < size_t(T) * n;
-         i += size_t(gridDim.x) * kThreads) {
-        const double value = want[i];
-        const double e = fabs(to_float(got[i / n * stride + i % n]) - value);
+    double squared_error = 0;
+    double largest_reference = 0;
+    double squared_reference = 0;
+    const size_t first = size_t(blockIdx.x) * kThreads + threadIdx.x;
+    const size_t step = size_t(gridDim.x) * kThreads;
+    for (size_t i = first; i < size_t(T) * n; i += step) {
+        const double reference = want[i];
+        const double e = fabs(to_float(got[strided(i, n, stride)]) - reference);
         largest_error = Max::of(largest_error, e);
         error += e;
-        error2 += e * e;
-        largest = Max::of(largest, fabs(value));
-        value2 += value * value;
+        squared_error += e * e;
+        largest_reference = Max::of(largest_reference, fabs(reference));
+        squared_reference += reference * reference;
     }
+
     largest_error = block_reduce<Max>(largest_error);
     error = block_reduce<Sum>(error);
-    error2 = block_reduce<Sum>(error2);
-    largest = block_reduce<Max>(largest);
-    value2 = block_reduce<Sum>(value2);
+    squared_error = block_reduce<Sum>(squared_error);
+    largest_reference = block_reduce<Max>(largest_reference);
+    squared_reference = block_reduce<Sum>(squared_reference);
     if (threadIdx.x > 0)
         return;
     atomic_max(&sums->largest_error, largest_error);
     atomicAdd(&sums->error, error);
-    atomicAdd(&sums->error2, error2);
-    atomic_max(&sums->largest, largest);
-    atomicAdd(&sums->value2, value2);
+    atomicAdd(&sums->squared_error, squared_error);
+    atomic_max(&sums->largest_reference, largest_reference);
+    atomicAdd(&sums->squared_reference, squared_reference);
 }
 
 // The errors of what a kernel wrote, over as many heads as are added.
@@ -236,8 +305,8 @@ class Errors {
         dev.zero(device_.get(), kTensors * sizeof(ErrorSums));
     }
 
-    // Adds head h of sequence b, for which the oracle has run. out (B, T, NH, HS), lse (B, NH, T),
-    // dqkv (B, T, 3, NH, HS), or null if there was no backward.
+    // Adds head h of sequence b, whose results the oracle has. out is (B, T, NH, HS), lse
+    // (B, NH, T), and dqkv (B, T, 3, NH, HS) or null if there was no backward.
     template <class X>
     void add(const Oracle& oracle, const X* out, const float* lse, const X* dqkv, int b, int h) {
         const size_t C = size_t(s_.NH) * s_.HS;
@@ -255,15 +324,20 @@ class Errors {
             compare(Dq + part, dqkv + (token * 3 + part) * C + h * s_.HS, 3 * C, s_.HS);
         heads_++;
     }
+
+    // The figures below are those of the last fetch().
     void fetch() { dev_.download(sums_.data(), device_.get(), sizeof sums_); }
 
-    double largest_value(int tensor) const { return sums_[tensor].largest; }
+    double largest_value(int tensor) const { return sums_[tensor].largest_reference; }
     double max(int tensor) const { return sums_[tensor].largest_error; }
     double mean(int tensor) const {
-        return sums_[tensor].error / (double(heads_) * s_.Tq * (tensor == Lse ? 1 : s_.HS));
+        const int row = tensor == Lse ? 1 : s_.HS;
+        return sums_[tensor].error / (double(heads_) * s_.Tq * row);
     }
     // relative
-    double l2(int tensor) const { return std::sqrt(sums_[tensor].error2 / sums_[tensor].value2); }
+    double l2(int tensor) const {
+        return std::sqrt(sums_[tensor].squared_error / sums_[tensor].squared_reference);
+    }
     double snr_db(int tensor) const { return -20 * std::log10(l2(tensor)); }
 
   private:

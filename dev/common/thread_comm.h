@@ -1,6 +1,6 @@
 // Threads as ranks, for tests. ThreadComm has NcclComm's interface (parallel/comm.h). All ranks
 // share one device, the CPU or a GPU. What a rank sends is copied to the host and waits there until
-// it is received. Sums are taken in the order of ranks, so every rank and every run has the same
+// it is received. Sums are taken in the order of ranks, so every rank and every run gets the same
 // bits.
 #pragma once
 #include <condition_variable>
@@ -15,44 +15,48 @@
 
 #include "layers/cpu/reference.h"
 
-// What threads have sent to each other.
+// What threads have sent to each other and not yet received.
 struct Mail {
     using Bytes = std::vector<char>;
     std::mutex mutex;
     std::condition_variable changed;
     std::map<std::pair<int, int>, std::deque<Bytes>> boxes;  // by sender and receiver
     std::map<int, bool> ended;
-    std::exception_ptr error;  // the first rank's
+    std::exception_ptr error;  // of the first rank that threw
 
-    // Throws if nothing will come, because the sender has ended. So an error of one rank reaches
-    // all who wait.
+    // Waits for a message. Throws if the sender has ended and there will be none. So an error of
+    // one rank reaches all that wait for it.
     Bytes take(int from, int to, size_t bytes) {
         std::unique_lock<std::mutex> lock(mutex);
         std::deque<Bytes>& box = boxes[{from, to}];
         changed.wait(lock, [&] { return !box.empty() || ended[from]; });
         if (box.empty())
             throw Error(format("rank %d waits for rank %d, which has ended", to, from));
-        const Bytes sent = std::move(box.front());
+
+        Bytes sent = std::move(box.front());
         box.pop_front();
-        if (sent.size() == bytes)
-            return sent;
-        throw Error(
-            format("rank %d sends rank %d %zu bytes, not %zu", from, to, sent.size(), bytes));
+        if (sent.size() != bytes)
+            throw Error(
+                format("rank %d sends rank %d %zu bytes, not %zu", from, to, sent.size(), bytes));
+        return sent;
     }
 };
 
 template <class Dev>
 class ThreadCommOn {
   public:
+    const int rank;
+    const int size;
+
     ThreadCommOn(const Dev& dev, Mail& mail, int rank, int size)
         : rank(rank), size(size), dev_(dev), mail_(mail) {}
+    // The `count` ranks from `first` on.
     ThreadCommOn(ThreadCommOn& all, int first, int count)
         : rank(all.rank - first),
           size(count),
           dev_(all.dev_),
           mail_(all.mail_),
           first_(all.first_ + first) {}
-    const int rank, size;
 
     // NCCL's calls are done at any time between fork() and join(). These wait until join(), so that
     // a test sees who reads a result, or changes an operand, too early.
@@ -100,8 +104,9 @@ class ThreadCommOn {
     }
     void broadcast(void* x, size_t bytes) {
         at_join([=, this] {
-            for (int r = 0; rank == 0 && r < size; r++)
-                put(r, x, bytes);
+            if (rank == 0)
+                for (int r = 0; r < size; r++)
+                    put(r, x, bytes);
             get(0, x, bytes);
         });
     }
@@ -167,15 +172,17 @@ class ThreadCommOn {
 };
 
 using ThreadComm = ThreadCommOn<Cpu>;
+
+// A CPU that is one of several ranks.
 struct Threads : Cpu {
     using Comm = ThreadComm;
     using Cpu::Cpu;
-    std::function<void(void* to, size_t bytes)> after_upload;  // lets a test change what a rank has
+    std::function<void(void* to, size_t bytes)> after_upload;  // may change what has been uploaded
+
     void upload(void* to, const void* host, size_t bytes) const {
         Cpu::upload(to, host, bytes);
-        if (after_upload) {
+        if (after_upload)
             after_upload(to, bytes);
-        }
     }
 };
 
@@ -187,29 +194,31 @@ std::vector<T> all_gather_values(Comm& comm, T mine) {
     return all;
 }
 
-// Calls body(rank, comm) as each of `ranks` threads. If some throw, throws the first one's error
-// when all have ended.
+// Calls body(rank, comm) in each of `ranks` threads. When all have ended, throws the error of the
+// first that threw, if any did.
 template <class Body, class Dev = Cpu>
 void on_threads(int ranks, Body body, const Dev& dev = Cpu(1)) {
     Mail mail;
+    const auto run = [&](int rank) {
+        std::exception_ptr error;
+        try {
+            const Cpu one_thread(1);  // each calling thread sets OpenMP's number of threads
+            dev.use();
+            ThreadCommOn<Dev> comm(dev, mail, rank, ranks);
+            body(rank, comm);
+        } catch (...) {
+            error = std::current_exception();
+        }
+        const std::lock_guard<std::mutex> lock(mail.mutex);
+        mail.ended[rank] = true;
+        if (!mail.error)
+            mail.error = error;
+        mail.changed.notify_all();
+    };
+
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; rank++)
-        threads.emplace_back([&, rank] {
-            std::exception_ptr error;
-            try {
-                const Cpu one_thread(1);  // each calling thread sets OpenMP's number of threads
-                dev.use();
-                ThreadCommOn<Dev> comm(dev, mail, rank, ranks);
-                body(rank, comm);
-            } catch (...) {
-                error = std::current_exception();
-            }
-            const std::lock_guard<std::mutex> lock(mail.mutex);
-            mail.ended[rank] = true;
-            if (!mail.error)
-                mail.error = error;
-            mail.changed.notify_all();
-        });
+        threads.emplace_back(run, rank);
     for (std::thread& thread : threads)
         thread.join();
     if (mail.error)

@@ -1,7 +1,7 @@
 // Studies whether attention's errors grow with the ranks of a ring. Causal, N(0,1), HS 64.
 //
-// It runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It
-// shows the mean and largest error against fp64 for two ways to carry partial results. Ours carries
+// The trainer's ring (attention/ring/ring.h) runs over N ranks, which are threads on one GPU. Shown
+// are the mean and largest error against fp64 for two ways to carry partial results. Ours carries
 // fp32. The other rounds every call's out, dq, dk and dv to bf16 before it merges them, as a ring
 // over a library's attention does.
 //
@@ -17,7 +17,8 @@
 #include "dev/common/ring_check.h"
 
 struct Options : Output {
-    int tokens = 8192, heads = 12;
+    int tokens = 8192;
+    int heads = 12;
     std::string dtype = "all";
 };
 
@@ -32,15 +33,16 @@ static __global__ void round_trip_kernel(HeadsView<float> x, size_t C, size_t n)
     const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n)
         return;
-    float& element = x.ptr[i / C * x.token_stride + i % C];
+    float& element = x.ptr[(i / C) * x.token_stride + i % C];
     element = __bfloat162float(__float2bfloat16_rn(element));
 }
 static void round_trip(const Library& dev, const HeadsView<float>& x, int T, int NH) {
     if (dev.carry == DType::f32)
         return;
     const size_t C = size_t(NH) * HS;
-    round_trip_kernel<<<static_cast<unsigned>((T * C + 255) / 256), 256, 0, dev.stream>>>(x, C,
-                                                                                          T * C);
+    const size_t n = T * C;
+    const unsigned blocks = static_cast<unsigned>((n + 255) / 256);
+    round_trip_kernel<<<blocks, 256, 0, dev.stream>>>(x, C, n);
     LAUNCH_CHECK("round_trip_kernel");
 }
 template <class X>
@@ -59,37 +61,43 @@ void attention_backward(const Library& dev, Attention kind, const AttentionBackw
 template <class X>
 void study(Library& dev, const std::vector<DType>& carries, const Options& o, Log& log) {
     const char* dtype = name_of(dtype_of<X>());
-    const AttentionShape s{.B = 1, .Tq = o.tokens, .Tk = o.tokens, .NH = o.heads, .HS = HS};
-    const Whole<X, Library> whole(dev, s, 1, 1, 0);
+    const AttentionShape s = ::whole(1, o.tokens, o.heads, HS);
+    const Whole<X, Library> whole(dev, s, {.threads = kAllCores});
     std::printf("T %d: mean and largest error against fp64, and as multiples of one rank's\n",
                 o.tokens);
     for (const DType carry : carries) {
         dev.carry = carry;
-        TensorErrors one;
+        TensorErrors one_rank;
         for (int ranks : {1, 2, 4, 8, 16}) {
             PieceErrors<X, Library> errors;
             add_local_ring(errors, whole, ranks);
             if (ranks == 1)
-                one = errors.pieces;
+                one_rank = errors.pieces;
             if (carry == DType::f32)
-                check_flat(errors.pieces, one, ring_name(whole.s, ranks));
+                check_flat(errors.pieces, one_rank, ring_name(whole.s, ranks));
             for (int tensor : {Out, Dq, Dk, Dv}) {
-                const ErrorOf& e = errors.pieces[tensor];
-                const double mean_ratio = e.mean() / one[tensor].mean();
-                const double max_ratio = e.largest / one[tensor].largest;
+                const ErrorStats& e = errors.pieces[tensor];
+                const double mean_ratio = e.mean() / one_rank[tensor].mean();
+                const double max_ratio = e.largest / one_rank[tensor].largest;
                 std::printf(
                     "%s, carried in %s, %2d ranks, %-3s: %.2e (%.2f), largest %.2e (%.2f)\n", dtype,
                     name_of(carry), ranks, kNames[tensor], e.mean(), mean_ratio, e.largest,
                     max_ratio);
+
                 Row row = result_row(dev, "ring");
-                row.add("study", "ring")
-                    .add("dtype", dtype)
-                    .add("T", o.tokens)
-                    .add("NH", o.heads)
-                    .add("HS", HS);
-                row.add("carry", name_of(carry)).add("ranks", ranks).add("tensor", kNames[tensor]);
-                row.add("mean_error", e.mean()).add("max_error", e.largest);
-                log.write(row.add("mean_ratio", mean_ratio).add("max_ratio", max_ratio));
+                row.add("study", "ring");
+                row.add("dtype", dtype);
+                row.add("T", o.tokens);
+                row.add("NH", o.heads);
+                row.add("HS", HS);
+                row.add("carry", name_of(carry));
+                row.add("ranks", ranks);
+                row.add("tensor", kNames[tensor]);
+                row.add("mean_error", e.mean());
+                row.add("max_error", e.largest);
+                row.add("mean_ratio", mean_ratio);
+                row.add("max_ratio", max_ratio);
+                log.write(row);
             }
         }
     }

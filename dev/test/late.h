@@ -1,6 +1,6 @@
-// Makes tests notice a kernel that runs on another stream than the device's, or writes outside of
-// its memory. Memory lies between guards. In late() it gets its content late, and only on the
-// device's stream.
+// Makes tests notice a kernel that runs on another stream than the device's, or accesses memory
+// outside of its tensors. LateMemory is allocated between guards. late() lets it get its content
+// late, and only on the device's stream.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -18,9 +18,27 @@ struct OwnStream : Cuda {
     }
 };
 
-// Device memory between two guards, known to late(). It begins as poison, all bits set, which is a
-// NaN or −1. So do the guards, and a read past the end shows too.
+// The device of all of a program's tests. A test that asks for it where there is none is skipped.
+template <class Device>
+Device& device_or_skip() {
+    std::string why;
+    if (Cuda::count(&why) == 0)
+        SKIP("no GPU: %s", why.c_str());
+    static Device& dev = *new Device;  // never destroyed, so that no memory outlives it
+    return dev;
+}
+
+// Device memory between two guards, known to late(). It starts as poison, all bits set, which is a
+// NaN or −1. The guards are poison too, so that a read past the end shows.
 struct LateMemory {
+    static constexpr ptrdiff_t kGuard = 16384;
+    const Cuda& dev;
+    const size_t bytes;
+    const char* const name;
+    char* const base;
+    void* const p;
+    void* saved = nullptr;  // a copy of the content, for late()
+
     LateMemory(const Cuda& dev, size_t bytes, const char* name = "memory")
         : dev(dev),
           bytes(bytes),
@@ -32,49 +50,47 @@ struct LateMemory {
     }
     ~LateMemory() {
         all().erase(std::find(all().begin(), all().end(), this));
-        try {  // after a fault on the device every call fails, and the test has reported it by then
-            for (const char* guard : {base, base + kGuard + bytes}) {
-                std::vector<unsigned char> host(kGuard);
-                dev.download(host.data(), guard, kGuard);
-                if (std::count(host.begin(), host.end(), 0xff) == kGuard)
-                    continue;
-                test::report(__FILE__, __LINE__,
-                             format("written %s %s", guard == base ? "before" : "past", name));
-            }
-        } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the test has reported it
+        try {
+            check_guard(base, "before");
+            check_guard(base + kGuard + bytes, "past");
+        } catch (const Error&) {  // NOLINT(bugprone-empty-catch)
+            // After a fault on the device every call fails, and the test has reported it by then.
         }
         dev.free(base);
         dev.free(saved);
     }
     LateMemory(const LateMemory&) = delete;
+
     static std::vector<LateMemory*>& all() {
         static std::vector<LateMemory*> memory;
         return memory;
     }
+
     void poison() const { CUDA_CHECK(cudaMemsetAsync(p, 0xff, bytes, dev.stream)); }
 
-    static constexpr ptrdiff_t kGuard = 16384;
-    const Cuda& dev;
-    const size_t bytes;
-    const char* const name;
-    char* const base;
-    void* const p;
-    void* saved = nullptr;  // what late() keeps of it
+  private:
+    void check_guard(const char* guard, const char* where) const {
+        std::vector<unsigned char> host(kGuard);
+        dev.download(host.data(), guard, kGuard);
+        if (std::count(host.begin(), host.end(), 0xff) != kGuard)
+            test::report(__FILE__, __LINE__, format("written %s %s", where, name));
+    }
 };
 
-// Returns the device for a call under test. For so long on its stream all LateMemory is poison, and
-// then it gets back what it held. A kernel on another stream reads that poison, and what it writes
-// is lost.
+// Returns the device for a call under test. For `ns` nanoseconds on its stream all LateMemory is
+// poison, and then it gets back its content. So a kernel on another stream reads poison, or what it
+// writes is lost.
 inline const Cuda& late(const Cuda& dev, unsigned ns = 500'000) {
     for (LateMemory* m : LateMemory::all()) {
         if (!m->saved)
             m->saved = dev.alloc(std::max<size_t>(1, m->bytes));
-        CUDA_CHECK(cudaMemcpyAsync(m->saved, m->p, m->bytes, cudaMemcpyDeviceToDevice, dev.stream));
+        dev.copy(m->saved, m->p, m->bytes);
         m->poison();
     }
+
     dev.sync();
     dev.pause(ns);
     for (const LateMemory* m : LateMemory::all())
-        CUDA_CHECK(cudaMemcpyAsync(m->p, m->saved, m->bytes, cudaMemcpyDeviceToDevice, dev.stream));
+        dev.copy(m->p, m->saved, m->bytes);
     return dev;  // NOLINT(bugprone-return-const-ref-from-parameter): it outlives the call
 }

@@ -1,16 +1,17 @@
-// Every attention kernel of the table against the fp64 reference. kProperties at the end lists what
-// is tested of each.
+// Tests every attention kernel of the table against the fp64 reference. kProperties at the end
+// lists what is tested of each. Other tests are about the choice of a kernel, calls that are
+// refused, and sequences in pieces.
 //
 // The rule of dev/common/bounds.h allows an error of at most k times naive's. naive itself, the
 // yardstick, is held to a relative L2 error. ACCURACY=1 in the environment prints every error that
 // is compared with a bound.
 //
-// Every buffer lies between two guards and starts as NaN bytes, guards included (dev/test/late.h).
-// So an element that is not written, scratch that is not cleared and a read past the end all show
-// as NaN. A write past the end changes a guard.
+// Every buffer is allocated between two guards and starts as NaN, as the guards do
+// (dev/test/late.h). So an element that is not written, scratch that is not cleared and a read past
+// the end all show as NaN, and a write past the end changes a guard.
 //
-// Run: ./dev/test_attention [part of a test's name, e.g. flash_bf16]      SEED=n for other random
-// numbers
+// Run: ./dev/test_attention [part of a test's name, e.g. flash_bf16]
+// SEED=n in the environment chooses other random numbers.
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -29,16 +30,15 @@
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
 
-static const uint64_t kSeed =
-    std::getenv("SEED") ? std::strtoull(std::getenv("SEED"), nullptr, 10) : 1;
+static uint64_t seed_from_environment() {
+    const char* seed = std::getenv("SEED");
+    return seed ? std::strtoull(seed, nullptr, 10) : 1;
+}
+static const uint64_t kSeed = seed_from_environment();
 
-// The device of all tests, in strict fp32. Without one, the test that asks for it is skipped. No
-// other stream is ordered with its own.
+// The device of all tests, in strict fp32.
 static Cuda& gpu() {
-    std::string why;
-    if (Cuda::count(&why) == 0)
-        SKIP("no GPU: %s", why.c_str());
-    static Cuda& dev = *new OwnStream;
+    Cuda& dev = device_or_skip<OwnStream>();
     dev.tf32 = false;
     return dev;
 }
@@ -53,6 +53,7 @@ struct Buffer : LateMemory {
     Buffer(const char* name, size_t count) : LateMemory(gpu(), count * sizeof(X), name) {}
     operator X*() const { return static_cast<X*>(p); }
 };
+
 template <class A>
 std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
     std::vector<A> values(count);
@@ -63,17 +64,22 @@ std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
 // -------------------------------------------------------------------------------------------------
 // Problems: a shape, its inputs, and the fp64 result
 
-// Three have logits of up to ±Case::logit:
-//   constant  every logit is Case::logit, exactly if scale·HS is 8
-//   mixed     a row's logits are of any size, and of one sign. The last row's are negative, because
-//             a kernel could take its lse for the lse of rows beyond Tq.
-//   ramp      they rise along the keys, 16 at a time, in half of the rows, and fall in the others.
-//             So the maximum rises by hundreds whichever way a kernel walks.
-//   tail      the last 128 keys have nearly all of the weight, and thousands of others the same
-//             tiny one each. What a tile of those adds to a row's sum of P is just below half a
-//             unit in the sum's last place. So a sum that starts with the last keys loses all
-//             others, 1e-5 of itself, unless it keeps what its additions lose. Their values are 0,
-//             because a sum of P V that starts with the last keys would lose them, too.
+// The first three are kDistributions of dev/common/bounds.h. The others:
+//   early_keys  the first 32 keys are 60 times as large
+//   magnitudes  q, k, v and dout are very large or very small
+//   reversed    the same the other way round
+//   constant    every logit is Case::logit, exactly if scale·HS is 8
+//   mixed       a row's logits are of any size up to ±Case::logit, and of one sign. The last row's
+//               are negative, because a kernel could take its lse for the lse of rows beyond Tq.
+//   ramp        logits of up to ±Case::logit rise along the keys, 16 at a time, in half of the
+//   rows,
+//               and fall in the others. So the maximum rises by hundreds whichever way a kernel
+//               walks.
+//   tail        the last 128 keys have nearly all of the weight, and thousands of others the same
+//               tiny weight each. What a tile of those adds to a row's sum of P is just below half
+//               a unit in the sum's last place. So a sum that starts with the last keys loses all
+//               others, 1e-5 of itself, unless it keeps what its additions lose. Their values are
+//               0, because a sum of P V that starts with the last keys would lose them, too.
 enum class Input {
     normal,
     large_q,
@@ -87,25 +93,22 @@ enum class Input {
     tail
 };
 
-static const struct {
-    const char* text;
-    float factors[4] = {1, 1, 1, 1};  // of q, k, v, dout
-    float shift = 0;
-    float early = 1;  // of the first 32 keys
-} kInputs[] = {{"N(0,1)"},
-               {"q x5", {5, 1, 1, 1}},
-               {"mean +0.5", {1, 1, 1, 1}, 0.5f},
-               {"first keys x60", {1, 1, 1, 1}, 0, 60},
-               {"q 1e15 k 1e-15 v 1e-20 dout 1e10", {1e15f, 1e-15f, 1e-20f, 1e10f}},
-               {"q 1e-15 k 1e15 v 1e15 dout 1e-30", {1e-15f, 1e15f, 1e15f, 1e-30f}},
-               {"all logits the same"},
-               {"mixed logits"},
-               {"logits that rise or fall"},
-               {"a long tail of keys"}};
-
-static AttentionShape whole(int B, int T, int NH, int HS, bool causal = true, float scale = 0.f) {
-    return {.B = B, .Tq = T, .Tk = T, .NH = NH, .HS = HS, .causal = causal, .scale = scale};
-}
+static const Distribution kInputs[] = {
+    kDistributions[0],
+    kDistributions[1],
+    kDistributions[2],
+    {.name = "early_keys", .text = "first keys x60"},
+    {.name = "magnitudes",
+     .text = "q 1e15 k 1e-15 v 1e-20 dout 1e10",
+     .factor = {1e15f, 1e-15f, 1e-20f, 1e10f}},
+    {.name = "reversed",
+     .text = "q 1e-15 k 1e15 v 1e15 dout 1e-30",
+     .factor = {1e-15f, 1e15f, 1e15f, 1e-30f}},
+    {.name = "constant", .text = "all logits the same"},
+    {.name = "mixed", .text = "mixed logits"},
+    {.name = "ramp", .text = "logits that rise or fall"},
+    {.name = "tail", .text = "a long tail of keys"},
+};
 
 // The last Tq of Tk tokens are queries.
 static AttentionShape queries_of(int B, int Tq, int Tk, int NH, int HS) {
@@ -118,6 +121,7 @@ struct Case {
     AttentionShape shape;
     Input input = Input::normal;
     float logit = 0;
+
     std::string text() const {
         return format("B%d Tq%d Tk%d NH%d HS%d %s scale %g, %s, logit %g, SEED=%llu", shape.B,
                       shape.Tq, shape.Tk, shape.NH, shape.HS, shape.causal ? "causal" : "full",
@@ -126,11 +130,17 @@ struct Case {
     }
 };
 
-// What else lies in memory: lse_rest, which is a result too, and the inputs.
+// The tensors of a call besides those of dev/common/bounds.h: lse_rest, which is a result too, and
+// the inputs.
 enum { Rest = kTensors, Q, K, V, Dout, kPlaces };
+constexpr bool is_row_statistic(int tensor) {
+    return tensor == Lse || tensor == Rest;
+}
+
 using Result = std::array<std::vector<double>, kTensors + 1>;
 struct Norms {
-    double max = 0, l2 = 0;  // the largest absolute value, the L2 norm
+    double max = 0;  // the largest absolute value
+    double l2 = 0;
 };
 using TensorNorms = std::array<Norms, kTensors>;
 
@@ -143,34 +153,38 @@ struct Problem {
     mutable std::optional<TensorNorms> naive = {};  // naive's errors
 };
 
-// NaN if any difference is NaN.
+// Of got - want. NaN if any difference is NaN.
 static Norms error(const std::vector<double>& got, const std::vector<double>& want) {
     if (got.size() != want.size())
         throw Error(format("%zu elements, expected %zu", got.size(), want.size()));
-    double max = 0;
-    double squares = 0;
-    for (size_t i = 0; i < got.size(); i++) {
-        const double difference = got[i] - want[i];
-        keep_worst(max, std::fabs(difference));
-        squares += difference * difference;
-    }
-    return {max, std::sqrt(squares)};
+    ErrorStats errors;
+    for (size_t i = 0; i < got.size(); i++)
+        errors.add(got[i], want[i]);
+    return {.max = errors.largest, .l2 = errors.l2()};
 }
+
 static Norms norms(const std::vector<double>& x) {
     return error(x, std::vector<double>(x.size()));
 }
 
-// How tensors lie in memory: qkv and dqkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse and
-// lse_rest (B, NH, T). With a gap q, k and v lie one behind the other, rows and sequences have
-// other memory before them, and no two tensors' strides are the same. Without one all may hold
-// several copies of the problem.
+// How tensors are laid out in memory: qkv and dqkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS),
+// lse and lse_rest (B, NH, T).
+//
+// With a gap, q, k and v are three tensors one after the other, there is other memory before rows
+// and sequences, and no two tensors have the same strides. Without a gap, a buffer may hold several
+// copies of the problem.
 struct Layout {
     AttentionShape s;
-    int T = s.Tk, gap = 0, copies = 1;
+    int T = s.Tk;
+    int gap = 0;
+    int copies = 1;
 
     size_t C() const { return size_t(s.NH) * s.HS; }
-    size_t room() const { return s.B * (T * (C() + kPlaces * gap) + gap); }  // of a tensor like out
-    size_t stats_room() const { return s.B * s.NH * (T + kPlaces * gap); }   // of lse
+
+    // Elements of a tensor like out, and of one like lse.
+    size_t room() const { return s.B * (T * (C() + kPlaces * gap) + gap); }
+    size_t stats_room() const { return s.B * s.NH * (T + kPlaces * gap); }
+
     PieceCall all() const {
         return {.q0 = T - s.Tq, .Tq = s.Tq, .k0 = 0, .Tk = T, .causal = s.causal};
     }
@@ -183,50 +197,62 @@ struct Layout {
         piece.causal = p.causal;
         return piece;
     }
-    // What a piece has of a tensor.
+
+    // A piece's part of a tensor, whose buffer starts at x.
     template <class A>
     HeadsView<A> view(int tensor, A* x, const PieceCall& p) const {
-        const size_t more = (tensor + 1) * gap;
-        const size_t row = C() + more;
-        const size_t batch = T * row + gap;
-        const HeadsView<A> alone{.ptr = x + gap, .batch_stride = batch, .token_stride = row};
-        if (tensor == Lse || tensor == Rest)
-            return HeadsView<A>{.ptr = x, .batch_stride = T + more, .token_stride = 1}.from(p.q0);
+        const size_t row_gap = (tensor + 1) * gap;
+        if (is_row_statistic(tensor))
+            return HeadsView<A>{.ptr = x, .batch_stride = T + row_gap, .token_stride = 1}.from(
+                p.q0);
+
+        const size_t row = C() + row_gap;
+        const HeadsView<A> alone{
+            .ptr = x + gap, .batch_stride = T * row + gap, .token_stride = row};
         if (tensor == Out || tensor == Dout)
             return alone.from(p.q0);
+
         PackedHeads<A> all = packed(x, T, s);
-        if (gap) {
+        if (gap > 0) {
             all = {.q = alone, .k = alone, .v = alone};
             all.k.ptr += room();
             all.v.ptr += 2 * room();
         }
         if (tensor == Q || tensor == Dq)
             return all.q.from(p.q0);
-        return (tensor == K || tensor == Dk ? all.k : all.v).from(p.k0);
+        if (tensor == K || tensor == Dk)
+            return all.k.from(p.k0);
+        return all.v.from(p.k0);
     }
     template <class A>
     RowStatsView<A> stats(int tensor, A* x, const PieceCall& p) const {
-        return {view(tensor, x, p).ptr, view(tensor, x, p).batch_stride};
+        const HeadsView<A> heads = view(tensor, x, p);
+        return {heads.ptr, heads.batch_stride};
     }
-    template <class A>  // from the first copy
-    std::vector<double> take(int tensor, const A* x, const PieceCall& p) const {
-        const bool stats = tensor == Lse || tensor == Rest;
-        const int tokens = tensor == Dk || tensor == Dv ? p.Tk : p.Tq;
-        const int rows = s.B * (stats ? s.NH : 1) * tokens;
+
+    // The elements of a piece's part of a tensor, in its first copy.
+    template <class A>
+    std::vector<double> elements(int tensor, const A* x, const PieceCall& p) const {
+        const bool of_keys = tensor == Dk || tensor == Dv;
+        const int tokens = of_keys ? p.Tk : p.Tq;
+        const int sequences = is_row_statistic(tensor) ? s.B * s.NH : s.B;
+        const size_t width = is_row_statistic(tensor) ? 1 : C();
         const HeadsView<const A> from = view(tensor, x, p);
-        std::vector<double> taken;
-        for (int row = 0; row < rows; row++)
-            for (size_t i = 0; i < (stats ? 1 : C()); i++)
-                taken.push_back(from.row(row / tokens, row % tokens, 0, 0)[i]);
-        return taken;
+        std::vector<double> values;
+        for (int row = 0; row < sequences * tokens; row++)
+            for (size_t i = 0; i < width; i++)
+                values.push_back(from.row(row / tokens, row % tokens, 0, 0)[i]);
+        return values;
     }
-    // An input (B, T, NH, HS) goes to its place.
+
+    // Writes the values (B, T, NH, HS) of an input into its buffer.
     template <class A, class X>
-    void put(int tensor, A* x, const std::vector<X>& values) const {
+    void store(int tensor, A* x, const std::vector<X>& values) const {
         const HeadsView<A> to = view(tensor, x, every_token());
         for (int row = 0; row < s.B * T; row++)
             std::copy_n(&values[row * C()], C(), to.row(row / T, row % T, 0, 0));
     }
+
     template <class X, class Y>
     AttentionForward<X, Y> forward(const PieceCall& p, const X* qkv, Y* out, Acc<X>* lse) const {
         AttentionForward<X, Y> call{shape(p)};
@@ -254,44 +280,53 @@ struct Layout {
     }
 };
 
-// q_i = a(x_i w + noise), k_j = a(y_j w + noise). w is ±1s for each head, so S is x_i·y_j·logit
+// The x of make_large_logits() for one query or key. `random` is uniform in [-1, 1).
+static float logit_factor(const Case& c, bool is_key, int t, float random) {
+    const int T = c.shape.Tk;
+    if (c.input == Input::constant)
+        return is_key && c.logit < 0 ? -1.f : 1.f;
+    if (c.input == Input::mixed) {
+        if (is_key)
+            return 0.75f + 0.25f * random;
+        const bool is_last = t == T - 1;
+        return is_last ? -1.f : random;
+    }
+    // A ramp: keys rise from -1 to 1, and the sign of a query turns that round.
+    if (!is_key)
+        return random < 0.f ? -1.f : 1.f;
+    const int step = t / 16;
+    const int last_step = std::max(2, T / 16) - 1;
+    const float height = static_cast<float>(step) / static_cast<float>(last_step);
+    return std::min(height, 1.f) * 2.f - 1.f;
+}
+
+// q_i = a(x_i w + noise), k_j = a(x_j w + noise). w is ±1s for each head, so S is x_i·x_j·logit
 // plus noise of about 3. Constant inputs have no noise, and w = 1.
 template <class X>
 void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     const AttentionShape& s = p.c.shape;
+    const int T = s.Tk;
     const bool constant = p.c.input == Input::constant;
-    const bool mixed = p.c.input == Input::mixed;
     const float a =
         std::sqrt(std::fabs(p.c.logit) / (s.resolved_scale() * static_cast<float>(s.HS)));
-    const int T = p.c.shape.Tk;
-    const float steps = static_cast<float>(std::max(2, T / 16) - 1);  // of a ramp
     const float noise = constant ? 0.f : 0.1f;
     std::normal_distribution<float> normal;
     std::uniform_real_distribution<float> uniform(-1.f, 1.f);
+
     std::vector<float> w(s.NH * s.HS);
-    for (float& x : w)
-        x = constant || uniform(rng) >= 0.f ? 1.f : -1.f;
+    for (float& sign : w)
+        sign = constant || uniform(rng) >= 0.f ? 1.f : -1.f;
+
     for (int row = 0; row < s.B * T * 3 * s.NH; row++) {  // of (B, T, 3, NH)
         const int h = row % s.NH;
-        const int part = row / s.NH % 3;
+        const int part = (row / s.NH) % 3;
         const int token = row / s.NH / 3;
-        const int t = token % T;
         if (part == 2)
             continue;
-        const bool key = part == 1;
-        const int sixteenth = t / 16;
-        float x = uniform(rng);
-        if (constant)
-            x = key && p.c.logit < 0 ? -1.f : 1.f;
-        else if (mixed)
-            x = key ? 0.75f + 0.25f * x : t == T - 1 ? -1.f : x;
-        else if (key)
-            x = std::min(static_cast<float>(sixteenth) / steps, 1.f) * 2.f - 1.f;
-        else
-            x = x < 0.f ? -1.f : 1.f;
+        const float x = logit_factor(p.c, part == 1, token % T, uniform(rng));
+        X* const head = &p.in[part][(size_t(token) * s.NH + h) * s.HS];
         for (int d = 0; d < s.HS; d++)
-            p.in[part][(size_t(token) * s.NH + h) * s.HS + d] =
-                static_cast<X>(a * (x * w[h * s.HS + d] + noise * normal(rng)));
+            head[d] = static_cast<X>(a * (x * w[h * s.HS + d] + noise * normal(rng)));
     }
 }
 
@@ -303,7 +338,8 @@ void make_tail(Problem<X>& p) {
     const float q = 8;
     const float k = -15.5f / (s.resolved_scale() * q);
     for (int row = 0; row < s.B * s.Tk * s.NH; row++) {
-        const bool in_tail = row / s.NH % s.Tk < s.Tk - 128;
+        const int t = (row / s.NH) % s.Tk;
+        const bool in_tail = t < s.Tk - 128;
         X* const key = &p.in[1][size_t(row) * s.HS];
         if (in_tail) {
             std::fill_n(key, s.HS, static_cast<X>(0.f));
@@ -314,49 +350,54 @@ void make_tail(Problem<X>& p) {
     }
 }
 
-// The problem without its result. Tokens that are no queries have a dout of 0. So run as a whole
-// sequence it has the same results (see naive_errors).
+// The problem without its result. Tokens that are no queries have a dout of 0. So the problem has
+// the same results if it is run as whole sequences (see naive_errors).
 template <class X>
 Problem<X> inputs_of(const Case& c) {
     const AttentionShape& s = c.shape;
     const size_t C = size_t(s.NH) * s.HS;
-    const size_t T = c.shape.Tk;
-    const auto& input = kInputs[static_cast<int>(c.input)];
+    const size_t T = s.Tk;
+    const Distribution& input = kInputs[static_cast<int>(c.input)];
     std::seed_seq seed{kSeed, uint64_t(s.B), uint64_t(T), uint64_t(s.NH),
                        static_cast<uint64_t>(c.input)};
     std::mt19937_64 rng(seed);
     std::normal_distribution<float> normal;
+
     Problem<X> p{c};
     for (auto& x : p.in)
         x.resize(s.B * T * C);
     for (size_t i = 0; i < s.B * T * 3 * C; i++) {  // of (B, T, 3, NH, HS)
-        const size_t part = i / C % 3;
+        const size_t part = (i / C) % 3;
         const size_t token = i / C / 3;
-        const float early = part == 1 && token % T < 32 ? input.early : 1.f;
-        p.in[part][token * C + i % C] =
-            static_cast<X>((normal(rng) + input.shift) * input.factors[part] * early);
+        const bool early = c.input == Input::early_keys && part == 1 && token % T < 32;
+        const float x = (normal(rng) + input.shift[part]) * input.factor[part];
+        p.in[part][token * C + i % C] = static_cast<X>(early ? 60.f * x : x);
     }
     for (X& x : p.in[3])
-        x = static_cast<X>((normal(rng) + input.shift) * input.factors[3]);
+        x = static_cast<X>((normal(rng) + input.shift[3]) * input.factor[3]);
+
     if (c.logit != 0)
         make_large_logits(p, rng);
     if (c.input == Input::tail)
         make_tail(p);
-    for (size_t row = 0; row < s.B * T; row++)
-        if (row % T < T - s.Tq)
+
+    for (size_t row = 0; row < s.B * T; row++) {
+        const bool is_query = row % T >= T - s.Tq;
+        if (!is_query)
             std::fill_n(&p.in[3][row * C], C, static_cast<X>(0.f));
+    }
     return p;
 }
 
-// Errors that another good kernel may make though a lucky naive one does not. The fp32 rounding
+// Errors that another good kernel may make although a lucky naive one does not. The fp32 rounding
 // error of a dot product a·b is about u|a||b|.
 template <class X>
 std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const AttentionShape& s = p.c.shape;
-    const int T = p.c.shape.Tk;
-    const auto largest = [&](int i) {  // element, and norm of a row
+    const int T = s.Tk;
+    const auto largest = [&](int i) {  // the largest element, and the largest norm of a row
         const std::vector<double> x(p.in[i].begin(), p.in[i].end());
-        Norms of = {norms(x).max, 0};
+        Norms of{.max = norms(x).max};
         for (size_t row = 0; row < x.size(); row += s.HS)
             of.l2 = std::max(of.l2, norms({x.begin() + row, x.begin() + row + s.HS}).l2);
         return of;
@@ -369,21 +410,25 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const double dP = d_o.l2 * v.l2;
     const double S = scale * q.l2 * k.l2;
     constexpr double u = 0x1p-24;
+
     std::array<double, kTensors> tiny;
     for (int i = 0; i < kTensors; i++)
         tiny[i] = one_rounding<X>(i, norms(p.ref[i]).max);
+
     // A query that sees one key has dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly.
     // Flash's D = rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay.
     tiny[Dq] += scale * 2 * u * dP * k.max;
     tiny[Dk] += scale * 2 * u * dP * q.max;
-    // With so few tokens naive's largest error is luck. So the error of an element of P, which is
-    // u|S| and its rounding to X, is carried through.
-    if (T <= 2)
-        tiny[Lse] += u * S;
+
     // All keys are the same, and each row of dS sums to 0, so the exact dq is 0. The rounding of dS
     // stays.
     if (p.c.input == Input::constant)
         tiny[Dq] += kRoundoff<X> * scale * dP * k.max;
+
+    // With so few tokens naive's largest error is luck. So the error of an element of P, which is
+    // u|S| and its rounding to X, is carried through.
+    if (T <= 2)
+        tiny[Lse] += u * S;
     if (T == 2) {
         const double P = kRoundoff<X> + u * S;
         tiny[Out] += P * v.max;
@@ -394,18 +439,11 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     return tiny;
 }
 
-// Each case is computed once, because the fp64 result is most of this program's time.
+// The fp64 results of a problem.
 template <class X>
-// by value, because g++ 13 takes a reference for one into the argument
-const Problem<X>& problem(Case c) {
-    static std::map<std::string, Problem<X>> cache;
-    const auto found = cache.find(c.text());
-    if (found != cache.end())
-        return found->second;
-
-    Problem<X> p = inputs_of<X>(c);
-    Layout layout{c.shape};
-    layout.s.scale = c.shape.resolved_scale();  // the fp32 number that kernels take
+Result reference_result(const Problem<X>& p) {
+    Layout layout{p.c.shape};
+    layout.s.scale = p.c.shape.resolved_scale();  // the fp32 number that kernels take
     const PieceCall all = layout.all();
     std::vector<double> qkv(3 * layout.room());
     std::vector<double> dout(layout.room());
@@ -413,13 +451,32 @@ const Problem<X>& problem(Case c) {
     std::vector<double> lse(layout.stats_room());
     std::vector<double> dqkv(qkv.size());
     for (int i : {Q, K, V, Dout})
-        layout.put(i, i == Dout ? dout.data() : qkv.data(), p.in[i - Q]);
+        layout.store(i, i == Dout ? dout.data() : qkv.data(), p.in[i - Q]);
+
     static const Cpu cpu;
     attention_forward(cpu, layout.forward<double>(all, qkv.data(), out.data(), lse.data()));
     attention_backward(cpu, layout.backward<double>(all, qkv.data(), dout.data(), out.data(),
                                                     lse.data(), dqkv.data()));
-    for (int i = 0; i < kTensors; i++)
-        p.ref[i] = layout.take(i, i == Out ? out.data() : i == Lse ? lse.data() : dqkv.data(), all);
+
+    Result result;
+    result[Out] = layout.elements(Out, out.data(), all);
+    result[Lse] = layout.elements(Lse, lse.data(), all);
+    for (int i : {Dq, Dk, Dv})
+        result[i] = layout.elements(i, dqkv.data(), all);
+    return result;
+}
+
+// Each case is computed once, because the fp64 result is most of this program's time. The case is
+// passed by value, because g++ 13 takes the result for a reference into the argument.
+template <class X>
+const Problem<X>& problem(Case c) {
+    static std::map<std::string, Problem<X>> cache;
+    const auto found = cache.find(c.text());
+    if (found != cache.end())
+        return found->second;
+
+    Problem<X> p = inputs_of<X>(c);
+    p.ref = reference_result(p);
     p.tiny = tiny_errors(p);
     return cache.emplace(c.text(), std::move(p)).first->second;
 }
@@ -427,22 +484,32 @@ const Problem<X>& problem(Case c) {
 // -------------------------------------------------------------------------------------------------
 // Runs, and the bounds of their errors
 
-// Device copies of a problem's inputs, `copies` times over, and poisoned outputs. If Y is not X,
-// forward runs twice, because backward takes an out of type X.
+// A problem on the device: `copies` copies of its inputs, and poisoned outputs.
+//
+// Y is the type of the results. If it is not X, forward runs twice, because backward takes an out
+// of type X.
 template <class X, class Y = X>
 struct Run {
-    static constexpr bool kTwo = !std::is_same_v<X, Y>, kHasRest = std::is_same_v<X, float>;
+    static constexpr bool kMixedTypes = !std::is_same_v<X, Y>;
+    static constexpr bool kHasRest = std::is_same_v<X, float>;
+
     const AttentionKernel<X>& kernel;
     const Problem<X>& p;
     const Layout layout;
     const int copies = layout.copies;
     const PieceCall all = layout.all();
     const AttentionShape s = layout.shape(all);
-    const size_t n = copies * layout.room(), rows = copies * layout.stats_room();
-    Buffer<X> qkv{"qkv", 3 * n}, dout{"dout", n}, out{"out", n},
-        att{"att", kernel.saved_bytes(s) / sizeof(X)};
-    Buffer<Y> out_y{"out of type Y", kTwo ? n : 0}, dqkv{"dqkv", 3 * n};
-    Buffer<float> lse{"lse", rows}, lse_rest{"lse_rest", rows};
+    const size_t n = copies * layout.room();
+    const size_t rows = copies * layout.stats_room();
+
+    Buffer<X> qkv{"qkv", 3 * n};
+    Buffer<X> dout{"dout", n};
+    Buffer<X> out{"out", n};
+    Buffer<X> att{"att", kernel.saved_bytes(s) / sizeof(X)};
+    Buffer<Y> out_y{"out of type Y", kMixedTypes ? n : 0};
+    Buffer<Y> dqkv{"dqkv", 3 * n};
+    Buffer<float> lse{"lse", rows};
+    Buffer<float> lse_rest{"lse_rest", rows};
     Buffer<char> scratch{"scratch", kernel.scratch_bytes(s)};
 
     Run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0, int copies = 1)
@@ -450,22 +517,15 @@ struct Run {
         std::vector<X> qkvs(3 * layout.room(), static_cast<X>(NAN));
         std::vector<X> douts(layout.room(), static_cast<X>(NAN));
         for (int i : {Q, K, V, Dout})
-            layout.put(i, i == Dout ? douts.data() : qkvs.data(), p.in[i - Q]);
+            layout.store(i, i == Dout ? douts.data() : qkvs.data(), p.in[i - Q]);
         upload(qkv, qkvs);
         upload(dout, douts);
-    }
-    void upload(X* to, const std::vector<X>& one) {
-        const size_t bytes = one.size() * sizeof(X);
-        gpu().upload(to, one.data(), bytes);
-        for (int copy = 1; copy < copies; copy++)
-            CUDA_CHECK(cudaMemcpyAsync(to + copy * one.size(), to, bytes, cudaMemcpyDeviceToDevice,
-                                       gpu().stream));
     }
 
     void forward() {
         for (const LateMemory* m : Memories{&out, &out_y, &lse, &lse_rest, &att})
             m->poison();
-        if constexpr (kTwo)
+        if constexpr (kMixedTypes)
             kernel.forward_fp32(gpu(), layout.forward<X, Y>(all, qkv, out_y, lse));
         auto call = layout.forward<X, X>(all, qkv, out, lse);
         call.att = att;
@@ -473,7 +533,8 @@ struct Run {
             call.lse_rest = layout.stats<float>(Rest, lse_rest, all);
         kernel.forward(gpu(), call);
     }
-    // The gradients' shares that belong to a piece. lse and out are those of whole rows.
+
+    // A piece's share of the gradients. lse and out are those of whole rows.
     void backward(const PieceCall& piece, const Buffer<char>& scratch) {
         for (const LateMemory* m : Memories{&dqkv, &scratch})
             m->poison();
@@ -482,11 +543,12 @@ struct Run {
         call.scratch = scratch;
         if (kHasRest && piece.Tk < all.Tk)
             call.lse_rest = layout.stats<const float>(Rest, lse_rest, piece);
-        if constexpr (kTwo)
+        if constexpr (kMixedTypes)
             kernel.backward_fp32(gpu(), call);
         else
             kernel.backward(gpu(), call);
     }
+
     bool has_backward() const {
         return kernel.has_backward() && (s.Tq == s.Tk || kernel.supports.pieces);
     }
@@ -497,26 +559,27 @@ struct Run {
     }
 
     std::string text() const { return format("%s %s", kernel.name, p.c.text().c_str()); }
-    // Takes what a piece wrote of a copy's tensors out of their buffer, and checks that nothing
-    // else has been written.
+
+    // Reads what a piece wrote to the tensors in a buffer, in one of its copies, and checks that
+    // nothing else has been written there.
     template <class A>
     void read(Result& to, std::initializer_list<int> tensors, const Buffer<A>& buffer,
               const PieceCall& piece, size_t copy = 0) const {
         const size_t size = buffer.bytes / sizeof(A) / copies;
         const std::vector<A> host = download<A>(buffer, copy * size, size);
-        const auto count = [](const auto& x) {
+        const auto count_written = [](const auto& x) {
             return std::count_if(x.begin(), x.end(),
                                  [](auto v) { return !std::isnan(static_cast<double>(v)); });
         };
-        ptrdiff_t written = count(host);
+        ptrdiff_t elsewhere = count_written(host);
         for (int i : tensors) {
-            to[i] = layout.take(i, host.data(), piece);
-            written -= count(to[i]);
+            to[i] = layout.elements(i, host.data(), piece);
+            elsewhere -= count_written(to[i]);
         }
-        if (written != 0)
+        if (elsewhere != 0)
             test::report(__FILE__, __LINE__,
-                         format("%s: %td elements of %s outside of the view", text().c_str(),
-                                written, buffer.name));
+                         format("%s: %td elements of %s were written outside of the view",
+                                text().c_str(), elsewhere, buffer.name));
     }
     Result result(size_t copy = 0) const {
         Result r;
@@ -527,11 +590,20 @@ struct Run {
             read(r, {Dq, Dk, Dv}, dqkv, all, copy);
         return r;
     }
+    // Everything that forward and backward wrote.
     auto bytes() const {
-        std::vector<std::vector<char>> of;
+        std::vector<std::vector<char>> bytes;
         for (const LateMemory* m : Memories{&out, &out_y, &lse, &lse_rest, &dqkv})
-            of.push_back(download<char>(*m, 0, m->bytes));
-        return of;
+            bytes.push_back(download<char>(*m, 0, m->bytes));
+        return bytes;
+    }
+
+  private:
+    void upload(X* to, const std::vector<X>& one) {
+        const size_t bytes = one.size() * sizeof(X);
+        gpu().upload(to, one.data(), bytes);
+        for (int copy = 1; copy < copies; copy++)
+            gpu().copy(to + copy * one.size(), to, bytes);
     }
 };
 
@@ -543,125 +615,149 @@ Result run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0) {
 }
 
 // Naive's errors are computed only on demand, because compute-sanitizer finds races in cuBLAS,
-// which naive multiplies with. Its backward takes whole sequences, in which only the last rows are
-// the problem's.
+// which naive multiplies with. Naive's backward takes whole sequences, of which only the last rows
+// belong to the problem.
 template <class X>
 const TensorNorms& naive_errors(const Problem<X>& p) {
     if (p.naive)
         return *p.naive;
     const AttentionShape& s = p.c.shape;
-    Problem<X> w = p;
-    w.c.shape.Tq = s.Tk;
-    const Result got = run(attention_kernel<X>(gpu(), Attention::naive, s.HS), w);
+    Problem<X> whole = p;
+    whole.c.shape.Tq = s.Tk;
+    const Layout layout{whole.c.shape};
+    const Result got = run(attention_kernel<X>(gpu(), Attention::naive, s.HS), whole);
+
     p.naive.emplace();
     for (int i = 0; i < kTensors; i++) {
         const int tokens = i >= Dk ? s.Tk : s.Tq;
         const PieceCall last{.q0 = s.Tk - tokens, .Tq = tokens, .k0 = 0, .Tk = 0, .causal = false};
-        (*p.naive)[i] =
-            error(Layout{w.c.shape}.take(i == Lse ? Lse : Out, got[i].data(), last), p.ref[i]);
+        const int like = i == Lse ? Lse : Out;  // the gradients have the layout of out by now
+        (*p.naive)[i] = error(layout.elements(like, got[i].data(), last), p.ref[i]);
     }
     return *p.naive;
 }
 
-// Naive's L2 error is relative to the tensor's norm. Its largest error is relative to the largest
-// element. It has three parts: P's error, that of a dot product of T terms, and three roundings to
-// X (P or dS, dP, the result). Naive may have twice their sum. An error ε of S makes a relative
-// error e^ε − 1 of P. S is a dot product of HS terms, in error by about √HS·u|S|, and naive rounds
-// it to X. Only an S near its row's lse has weight.
+// What naive's own errors may be. The bound of the L2 error is relative to the tensor's norm, and
+// that of the largest error to the largest element. The largest error has three parts: P's error,
+// the error of a dot product of T terms, and three roundings to X (P or dS, dP, the result). Naive
+// may have twice their sum. An error ε of S makes a relative error e^ε − 1 of P. S is a dot product
+// of HS terms, in error by about √HS·u|S|, and naive rounds it to X. Only an S near its row's lse
+// has weight.
 template <class X>
 Norms naive_bound(const Problem<X>& p, int tensor) {
     const Norms ref = norms(p.ref[tensor]);
     const double lse = norms(p.ref[Lse]).max;
     const double tiny = p.tiny[tensor];
-    const double of_S =
-        (std::is_same_v<X, bf16> ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * 0x1p-24;
+    constexpr bool is_bf16 = std::is_same_v<X, bf16>;
+    constexpr double u = 0x1p-24;
+
+    const double of_S = (is_bf16 ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * u;
     const double of_P = std::expm1(of_S * lse);
-    const double l2 = (std::is_same_v<X, bf16> ? 2e-2 : 1e-5) + (lse > 64 ? of_P : 0);
-    const double max = of_P + std::sqrt(p.c.shape.Tk) * 0x1p-24 + 3 * kRoundoff<X>;
-    return {2 * max * ref.max + tiny, l2 * ref.l2 + tiny * std::sqrt(p.ref[tensor].size())};
+    const double max = of_P + std::sqrt(p.c.shape.Tk) * u + 3 * kRoundoff<X>;
+    const double l2 = (is_bf16 ? 2e-2 : 1e-5) + (lse > 64 ? of_P : 0);
+    return {.max = 2 * max * ref.max + tiny,
+            .l2 = l2 * ref.l2 + tiny * std::sqrt(p.ref[tensor].size())};
 }
 
 template <class X>
 Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int tensor) {
     const Norms ref = norms(p.ref[tensor]);
     if (tensor == Lse && std::is_same_v<X, bf16>)
-        return {bf16_lse_bound(ref.max), INFINITY};
+        return {.max = bf16_lse_bound(ref.max), .l2 = INFINITY};
     const ErrorBound k = error_bound(kernel, tensor, p.c.shape);
     const Norms naive = naive_errors(p)[tensor];
     const bool constant = p.c.input == Input::constant;
+
     // If all logits are equal, all P of a row are the same number. Its rounding does not average
     // out, and naive's error is luck, because 1/33 happens to be nearly exact.
     const double P = constant ? std::max(k.roundoff, 0x1p-23) : 0;
-    const double one = std::max(P, roundoff<X>(k, tensor, naive.max, ref.max));
-    const double tiny = p.tiny[tensor] + one * ref.max;
-    // An exact naive's L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's rounding is
-    // left in dq and dk.
+    const double relative = std::max(P, roundoff<X>(k, tensor, naive.max, ref.max));
+    const double max = k.max * naive.max + p.tiny[tensor] + relative * ref.max;
+
+    // Where naive is exact, its L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's
+    // rounding is left in dq and dk.
     const bool luck = p.c.shape.Tk <= 2 || (constant && (tensor == Dq || tensor == Dk));
-    return {k.max * naive.max + tiny, luck ? INFINITY : k.l2 * naive.l2 + one * ref.l2};
+    const double l2 = luck ? INFINITY : k.l2 * naive.l2 + relative * ref.l2;
+    return {.max = max, .l2 = l2};
 }
 
-// A rough bound is that for naive itself, which needs no run of naive. The sum of pieces may be in
-// error by a tenth more, because sums have another order, and by its `rounding`.
+enum class Bound {
+    of_kernel,
+    rough  // that of naive itself, which needs no run of naive
+};
+
+// A result that is the sum of several pieces. Its errors may be a tenth larger, because the sums
+// are taken in another order, and larger by the rounding of the pieces.
+struct SumOfPieces {
+    size_t pieces = 0;  // 0: the result is no such sum
+    TensorNorms rounding = {};
+};
+
 template <class X>
 void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const Result& got,
-                  bool rough = false, size_t pieces = 0, const TensorNorms& rounding = {}) {
-    for (int i = 0; i < (got[Dq].empty() ? Dq : kTensors); i++) {
+                  Bound which = Bound::of_kernel, const SumOfPieces& sum = {}) {
+    const bool has_gradients = !got[Dq].empty();
+    for (int i = 0; i < (has_gradients ? kTensors : Dq); i++) {
         const Norms e = error(got[i], p.ref[i]);
-        const Norms bound = kernel.flash && !rough ? flash_bound(kernel, p, i) : naive_bound(p, i);
-        const double max = (pieces ? 1.1 : 1) * bound.max + rounding[i].max;
-        const double l2 = (pieces ? 1.1 : 1) * bound.l2 + rounding[i].l2;
-        const std::string said = format(
+        const Norms bound = kernel.flash && which == Bound::of_kernel ? flash_bound(kernel, p, i)
+                                                                      : naive_bound(p, i);
+        const double factor = sum.pieces > 0 ? 1.1 : 1;
+        const double max = factor * bound.max + sum.rounding[i].max;
+        const double l2 = factor * bound.l2 + sum.rounding[i].l2;
+        const std::string text = format(
             "%s %s, %zu pieces: %s: largest error %.3g, %.2f of %.3g; L2 error %.3g, %.2f of %.3g",
-            kernel.name, p.c.text().c_str(), pieces, kNames[i], e.max, e.max / max, max, e.l2,
+            kernel.name, p.c.text().c_str(), sum.pieces, kNames[i], e.max, e.max / max, max, e.l2,
             e.l2 / l2, l2);
         if (!(e.max <= max && e.l2 <= l2))
-            test::report(__FILE__, __LINE__, said);
+            test::report(__FILE__, __LINE__, text);
         if (std::getenv("ACCURACY"))
-            std::printf("  %s\n", said.c_str());
+            std::printf("  %s\n", text.c_str());
     }
 }
+
+// Where there are fewer queries than keys, the call is tested on tensors with a gap.
 constexpr int kGap = 32;
-// Queries and keys that differ in number come with a gap.
 template <class X>
-void check_call(const AttentionKernel<X>& kernel, const Case& c, bool rough = false) {
+void check_call(const AttentionKernel<X>& kernel, const Case& c, Bound bound = Bound::of_kernel) {
     const Problem<X>& p = problem<X>(c);
-    check_result(kernel, p, run(kernel, p, c.shape.Tq == c.shape.Tk ? 0 : kGap), rough);
+    const int gap = c.shape.Tq == c.shape.Tk ? 0 : kGap;
+    check_result(kernel, p, run(kernel, p, gap), bound);
 }
 
-// Cuts a whole problem. A causal piece must end where its queries do. So the keys from the last cut
-// below its first query on stay together. All of its queries see the keys before.
+// Cuts a whole problem into pieces. A causal piece must end where its queries do. So of the keys
+// that a piece's queries see, those from the last cut below its first query on stay together. All
+// of its queries see the keys before that cut.
 static std::vector<PieceCall> pieces_of(const AttentionShape& s, std::vector<int> q_cuts,
                                         const std::vector<int>& k_cuts) {
     std::vector<PieceCall> pieces;
     q_cuts.push_back(s.Tq);
     int q0 = 0;
     for (int q1 : q_cuts) {
-        int k0 = 0;
+        PieceCall piece{.q0 = q0, .Tq = q1 - q0, .k0 = 0, .Tk = 0, .causal = false};
         for (int cut : k_cuts) {
             if (s.causal && cut > q0)
                 break;
-            pieces.push_back({.q0 = q0, .Tq = q1 - q0, .k0 = k0, .Tk = cut - k0, .causal = false});
-            k0 = cut;
+            piece.Tk = cut - piece.k0;
+            pieces.push_back(piece);
+            piece.k0 = cut;
         }
         const int k_end = s.causal ? q1 : s.Tk;
-        pieces.push_back({.q0 = q0, .Tq = q1 - q0, .k0 = k0, .Tk = k_end - k0, .causal = s.causal});
+        piece.Tk = k_end - piece.k0;
+        piece.causal = s.causal;
+        pieces.push_back(piece);
         q0 = q1;
     }
     return pieces;
 }
 
-// Forward in fp32 is what the whole call rounds. Backward's shares add up to the whole gradients.
-// Each may have an fp32 rounding more.
+// Reads the results of forward for check_pieces(). An out in fp32 must be what the call in X
+// rounds.
 template <class X>
-void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_cuts,
-                  const std::vector<int>& k_cuts, bool rough = false) {
-    const Problem<X>& p = problem<X>(c);
-    Run<X, float> r(kernel, p, kGap);
-    r.forward();
+Result forward_result(const Run<X, float>& r) {
     Result got;
     r.read(got, {Lse}, r.lse, r.all);
     r.read(got, {Rest}, r.lse_rest, r.all);
-    if constexpr (r.kTwo) {
+    if constexpr (r.kMixedTypes) {
         Result narrow;
         r.read(got, {Out}, r.out_y, r.all);
         r.read(narrow, {Out}, r.out, r.all);
@@ -670,19 +766,36 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
             x = static_cast<X>(static_cast<float>(x));
         CHECK(rounded == narrow[Out]);
     } else {
-        const auto& of = kernel.unchecked;
-        CHECK(of.forward_fp32 == of.forward && of.backward_fp32 == of.backward);
+        const auto& launchers = r.kernel.unchecked;
+        CHECK(launchers.forward_fp32 == launchers.forward);
+        CHECK(launchers.backward_fp32 == launchers.backward);
         r.read(got, {Out}, r.out, r.all);
-        // at most. Its rounding and that of m·ln 2 may be in the rest
-        const double log_l = std::log(c.shape.Tk);
+
+        // The rest is what rounding took from lse = m·ln 2 + log l. It may include the rounding
+        // errors of log l, which is at most log Tk, and of m·ln 2.
+        const double log_l = std::log(r.p.c.shape.Tk);
         for (size_t i = 0; i < got[Rest].size(); i++)
             CHECK_NEAR(got[Rest][i], 0, 0x1p-23 * (std::fabs(got[Lse][i]) + log_l));
         CHECK(norms(got[Rest]).max > 0);
     }
+    return got;
+}
+
+// Forward over all keys, and then backward piece by piece. The pieces' shares must add up to the
+// gradients of the whole. Each share may have one more fp32 rounding.
+template <class X>
+void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_cuts,
+                  const std::vector<int>& k_cuts, Bound bound = Bound::of_kernel) {
+    const Problem<X>& p = problem<X>(c);
+    Run<X, float> r(kernel, p, kGap);
+    r.forward();
+    Result got = forward_result(r);
+    for (int i : {Dq, Dk, Dv})
+        got[i].resize(p.ref[i].size());
 
     const std::vector<PieceCall> pieces = pieces_of(c.shape, q_cuts, k_cuts);
     const size_t C = r.layout.C();
-    TensorNorms rounding = {};
+    SumOfPieces sum{.pieces = pieces.size()};
     for (const PieceCall& piece : pieces) {
         Buffer<char> scratch("a piece's scratch", kernel.scratch_bytes(r.layout.shape(piece)));
         r.backward(piece, scratch);
@@ -690,60 +803,70 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         r.read(share, {Dq, Dk, Dv}, r.dqkv, piece);
         for (int i : {Dq, Dk, Dv}) {
             const size_t first = i == Dq ? piece.q0 : piece.k0;
-            const size_t rows = i == Dq ? piece.Tq : piece.Tk;
-            got[i].resize(p.ref[i].size());
-            for (size_t e = 0; e < share[i].size(); e++)
-                got[i][e + (e / C / rows * (r.layout.T - rows) + first) * C] += share[i][e];
+            const size_t tokens = i == Dq ? piece.Tq : piece.Tk;
+            for (size_t e = 0; e < share[i].size(); e++) {  // (B, tokens, C)
+                const size_t b = e / C / tokens;
+                const size_t t = (e / C) % tokens;
+                got[i][(b * r.layout.T + first + t) * C + e % C] += share[i][e];
+            }
             const Norms size = norms(share[i]);
-            rounding[i].max += 0x1p-24 * size.max;
-            rounding[i].l2 += 0x1p-24 * size.l2;
+            sum.rounding[i].max += 0x1p-24 * size.max;
+            sum.rounding[i].l2 += 0x1p-24 * size.l2;
         }
     }
-    check_result(kernel, p, got, rough, pieces.size(), rounding);
+    check_result(kernel, p, got, bound, sum);
 }
 
 // -------------------------------------------------------------------------------------------------
 // The properties that are tested of every kernel
 
-// Walks through the product of shapes and inputs. The counters' periods are coprime, so every pair
-// of values meets. Long sequences come with few heads, because the reference's time grows with
-// B·NH·T²·HS.
-template <class X>
-void accuracy(const AttentionKernel<X>& kernel) {
-    if (!kernel.has_backward())
-        std::printf("  %s has no backward: out and lse only\n", kernel.name);
-    const bool flash_in_bf16 = kernel.flash && std::is_same_v<X, bf16>;
-    std::vector<Case> all = {{whole(3, 65, 25, 64)},
-                             {whole(3, 129, 25, 64), Input::shifted},
-                             {whole(1, 200, 2, 64, true, 0.3f)},
-                             {whole(1, 200, 2, 128, false, 0.02f), Input::large_q}};
+// Shapes and inputs that find bugs. B, NH and the input go through their values with coprime
+// periods, so that every pair of values occurs. Long sequences have few heads, because the
+// reference's time grows with B·NH·T²·HS.
+static std::vector<Case> accuracy_cases(bool flash_in_bf16) {
+    std::vector<Case> cases = {
+        {whole(3, 65, 25, 64)},
+        {whole(3, 129, 25, 64), Input::shifted},
+        {scaled(0.3f, whole(1, 200, 2, 64))},
+        {scaled(0.02f, unmasked(whole(1, 200, 2, 128))), Input::large_q},
+    };
+
     const std::pair<int, int> few[] = {{1, 1}, {1, 2}, {2, 1}};
     const std::pair<int, int> many[] = {{1, 1}, {3, 12}, {1, 25}, {3, 1}, {1, 12}};
     int n = 0;
     for (int T : {1, 2, 63, 64, 65, 127, 129, 255, 1000, 1023, 1024, 1025})
         for (int HS : {64, 128})
             for (bool causal : {true, false}) {
-                const auto [B, NH] = T > 129 ? few[n / 4 % 3] : many[n % 5];
-                all.push_back({whole(B, T, NH, HS, causal), static_cast<Input>(n % 3)});
+                const auto [B, NH] = T > 129 ? few[(n / 4) % 3] : many[n % 5];
+                cases.push_back({whole(B, T, NH, HS, causal), static_cast<Input>(n % 3)});
                 n++;
             }
+
     for (int HS : {64, 128}) {
         for (bool causal : {true, false}) {
-            all.push_back({whole(1, 128, 3, HS, causal)});  // exactly a tile or two of every kernel
+            cases.push_back({whole(1, 128, 3, HS, causal)});  // exactly one or two of every tile
             // flash_bf16_sm90 walks from the last keys to the first and keeps its first maximum
-            // until a sum grows out of range. Other bounds are not made for the rounding of logits
-            // of several hundred.
+            // until a sum grows out of range. Only the bounds of bf16 allow for the rounding of
+            // logits of several hundred.
             if (flash_in_bf16)
-                all.push_back({whole(2, 450, 3, HS, causal), Input::early_keys});
+                cases.push_back({whole(2, 450, 3, HS, causal), Input::early_keys});
         }
         for (Input input : {Input::magnitudes, Input::reversed})
-            all.push_back({whole(1, 200, 2, HS), input});
-        // flash_bf16_sm90's backward has fewer heads in work at a time, and later ones take earlier
-        // ones' place.
+            cases.push_back({whole(1, 200, 2, HS), input});
+        // More heads than flash_bf16_sm90's backward works on at a time, so that later heads take
+        // earlier ones' place.
         if (flash_in_bf16)
-            all.push_back({whole(HS == 64 ? 40 : 20, 129, 25, HS)});
+            cases.push_back({whole(HS == 64 ? 40 : 20, 129, 25, HS)});
     }
-    for (const Case& c : all)
+    return cases;
+}
+
+template <class X>
+void accuracy(const AttentionKernel<X>& kernel) {
+    if (!kernel.has_backward())
+        std::printf("  %s has no backward: out and lse only\n", kernel.name);
+    const bool flash_in_bf16 = kernel.flash && std::is_same_v<X, bf16>;
+    for (const Case& c : accuracy_cases(flash_in_bf16))
         check_call(kernel, c);
 }
 
@@ -757,92 +880,132 @@ void logits(const AttentionKernel<X>& kernel) {
         for (const auto& [input, logit] : inputs)
             for (int T : {33, 65, 100, 127, 129, 1001})
                 for (bool causal : {true, false}) {
-                    const int several = T < 1000 ? 2 : 1;
-                    const Case c{
-                        whole(several, T, several, HS, causal, 8.f / static_cast<float>(HS)), input,
-                        logit};
+                    const int several = T < 1000 ? 2 : 1;  // sequences, and heads
+                    const float scale = 8.f / static_cast<float>(HS);
+                    const AttentionShape s = scaled(scale, whole(several, T, several, HS, causal));
+                    const Case c{.shape = s, .input = input, .logit = logit};
                     check_call(kernel, c);
                     if (kernel.supports.pieces)
                         check_pieces(kernel, c, {T / 3}, {T / 4});
                 }
 }
 
+// With q, k, v and dout of 0, all results are 0 but lse, which is the log of the number of keys.
 template <class X>
-void extremes(const AttentionKernel<X>& kernel) {
+void zeros(const AttentionKernel<X>& kernel) {
+    constexpr int T = 130;
     for (int HS : {64, 128}) {
-        Problem<X> p = inputs_of<X>({whole(2, 130, 3, HS)});
+        Problem<X> p = inputs_of<X>({whole(2, T, 3, HS)});
         for (std::vector<X>& x : p.in)
             std::fill(x.begin(), x.end(), static_cast<X>(0.f));
-        const Result zeros = run(kernel, p);
+        const Result got = run(kernel, p);
         for (int i : {Out, Dq, Dk, Dv})
-            CHECK(norms(zeros[i]).max == 0);
-        for (size_t i = 0; i < zeros[Lse].size(); i++)
-            CHECK_NEAR(zeros[Lse][i], std::log(1. + i % 130), 1e-6);
+            CHECK(norms(got[i]).max == 0);
+        for (size_t i = 0; i < got[Lse].size(); i++) {
+            const double keys = 1. + i % T;
+            CHECK_NEAR(got[Lse][i], std::log(keys), 1e-6);
+        }
     }
 }
 
-// One NaN stands in a row of q, k, v or dout of one head. Every element that depends on it is NaN.
-// Other heads, other sequences, and rows farther away than any tile is long, have the bits that
-// they have without it. In between a tile may carry it, because on tensor cores a masked P of 0
-// times NaN is NaN. naive's tile is the head.
-template <class X>
-void one_nan(const AttentionKernel<X>& kernel) {
-    constexpr int T = 1000;
-    constexpr int NH = 3;
-    constexpr int at = 500;
-    constexpr int b = 1;
-    constexpr int h = 1;
-    constexpr int element = 5;
-    const int near = kernel.flash ? 256 : T;
-    using Rows = std::pair<int, int>;  // the first and the last
-    constexpr Rows none{2 * T, -T};
-    constexpr Rows row{at, at};
-    constexpr Rows later{at, T - 1};
-    constexpr Rows earlier{0, at};
-    constexpr Rows all{0, T - 1};
-    const struct {
-        const char* of;
-        // which rows of out, lse, dq, dk, dv depend on row `at`, in causal attention
-        Rows reach[kTensors];
-    } inputs[] = {{"q", {row, row, row, earlier, earlier}},
-                  // the last of the rows of P that are NaN sees every key
-                  {"k", {later, later, later, all, all}},
-                  {"v", {later, none, later, all, none}},
-                  {"dout", {none, none, row, earlier, earlier}}};
-    for (int HS : {64, 128})
-        for (int which = 0; which < 8; which++) {
-            const bool causal = which < 4;
-            const auto& [of, reach] = inputs[which % 4];
-            Problem<X> p = inputs_of<X>({whole(2, T, NH, HS, causal)});
-            const Result clean = run(kernel, p);
-            p.in[which % 4][((b * T + at) * NH + h) * HS + element] = static_cast<X>(NAN);
-            const Result got = run(kernel, p);
-            for (int i = 0; i < kTensors; i++) {
-                const auto [first, last] =
-                    causal || reach[i].first >= reach[i].second ? reach[i] : all;
-                // lse is (B, NH, T), the others are (B, T, NH, HS)
-                const int width = i == Lse ? 1 : HS;
-                for (int e = 0; e < static_cast<int>(got[i].size()); e++) {
-                    const int r = e / width;
-                    const int t = i == Lse ? r % T : r / NH % T;
-                    const int head = i == Lse ? r / T % NH : r % NH;
-                    const bool here = head == h && r / NH / T == b;
-                    const bool must =
-                        here && t >= first && t <= last && (e % width == element || i == Lse);
-                    const bool may = here && t > first - near && t < last + near;
-                    if (must ? std::isnan(got[i][e]) : may || got[i][e] == clean[i][e])
-                        continue;
-                    test::report(__FILE__, __LINE__,
-                                 format("%s %s, NaN in %s: %s[%d] is %g, not %g", kernel.name,
-                                        p.c.text().c_str(), of, kNames[i], e, got[i][e],
-                                        must ? NAN : clean[i][e]));
-                    break;
-                }
-            }
-        }
+// Where an element of a result is: lse is (B, NH, T), the others are (B, T, NH, HS).
+struct Position {
+    int b;
+    int t;
+    int h;
+    int d;  // 0 in lse
+};
+static Position position(int tensor, int index, const AttentionShape& s) {
+    const int T = s.Tq;
+    if (tensor == Lse)
+        return {.b = index / T / s.NH, .t = index % T, .h = (index / T) % s.NH, .d = 0};
+    const int row = index / s.HS;
+    return {.b = row / s.NH / T, .t = (row / s.NH) % T, .h = row % s.NH, .d = index % s.HS};
 }
 
-// Every run writes the bytes of the first. Before the last one all memory is poison for a tenth of
+// Rows of a head, `first` to `last` with both.
+struct RowRange {
+    int first;
+    int last;
+    bool contains(int t) const { return first <= t && t <= last; }
+    RowRange widened(int rows) const { return {first - rows, last + rows}; }
+};
+
+// Where a NaN is put into q, k, v or dout, of 1000 tokens.
+constexpr int kNanTokens = 1000;
+constexpr Position kNan{.b = 1, .t = 500, .h = 1, .d = 5};
+
+constexpr RowRange kNone{2 * kNanTokens, -kNanTokens};  // empty, even if it is widened by 1000
+constexpr RowRange kItself{kNan.t, kNan.t};
+constexpr RowRange kLater{kNan.t, kNanTokens - 1};
+constexpr RowRange kEarlier{0, kNan.t};
+constexpr RowRange kAll{0, kNanTokens - 1};
+
+// Which rows of each result depend on the NaN, in causal attention.
+static const struct {
+    const char* input;
+    RowRange rows[kTensors];  // of out, lse, dq, dk, dv
+} kNanReach[] = {
+    {"q", {kItself, kItself, kItself, kEarlier, kEarlier}},
+    {"k", {kLater, kLater, kLater, kAll, kAll}},  // the last row of P is NaN, and sees every key
+    {"v", {kLater, kNone, kLater, kAll, kNone}},
+    {"dout", {kNone, kNone, kItself, kEarlier, kEarlier}},
+};
+// Without a mask, a NaN that reaches earlier or later rows reaches all of them.
+static RowRange without_mask(const RowRange& causal) {
+    return causal.first < causal.last ? kAll : causal;
+}
+
+// `rows` are those that depend on the NaN, and `clean` is the result without it.
+static void check_nan_in(int tensor, const RowRange& rows, int longest_tile,
+                         const AttentionShape& s, const std::vector<double>& got,
+                         const std::vector<double>& clean, const std::string& what) {
+    for (int i = 0; i < static_cast<int>(got.size()); i++) {
+        const Position at = position(tensor, i, s);
+        const bool same_head = at.b == kNan.b && at.h == kNan.h;
+        const bool same_column = at.d == kNan.d || tensor == Lse;
+        const bool must_be_nan = same_head && same_column && rows.contains(at.t);
+        const bool may_be_nan = same_head && rows.widened(longest_tile - 1).contains(at.t);
+        const double want = must_be_nan ? NAN : clean[i];
+        const bool right = must_be_nan ? std::isnan(got[i]) : (may_be_nan || got[i] == want);
+        if (right)
+            continue;
+        test::report(
+            __FILE__, __LINE__,
+            format("%s: %s[%d] is %g, not %g", what.c_str(), kNames[tensor], i, got[i], want));
+        return;
+    }
+}
+
+// One element of q, k, v or dout is NaN. Every element that depends on it must be NaN.
+//
+// Other heads, other sequences, and rows farther away than any tile is long, must have the bits
+// that they have without the NaN. In between a tile may carry it, because on tensor cores a masked
+// P of 0 times NaN is NaN. naive's tile is the head.
+template <class X>
+void one_nan(const AttentionKernel<X>& kernel) {
+    const int longest_tile = kernel.flash ? 256 : kNanTokens;
+    for (int HS : {64, 128})
+        for (bool causal : {true, false})
+            for (int input = 0; input < 4; input++) {
+                Problem<X> p = inputs_of<X>({whole(2, kNanTokens, 3, HS, causal)});
+                const AttentionShape& s = p.c.shape;
+                const Result clean = run(kernel, p);
+                const size_t head = (kNan.b * kNanTokens + kNan.t) * s.NH + kNan.h;
+                p.in[input][head * HS + kNan.d] = static_cast<X>(NAN);
+                const Result got = run(kernel, p);
+
+                const auto& [name, reach] = kNanReach[input];
+                const std::string what =
+                    format("%s %s, NaN in %s", kernel.name, p.c.text().c_str(), name);
+                for (int i = 0; i < kTensors; i++) {
+                    const RowRange rows = causal ? reach[i] : without_mask(reach[i]);
+                    check_nan_in(i, rows, longest_tile, s, got[i], clean[i], what);
+                }
+            }
+}
+
+// Every run writes the bytes of the first. Before the last run all memory is poison for a tenth of
 // a second. So work on another stream reads NaN, or what it writes is lost.
 template <class X, class Y>
 void check_repeats(const AttentionKernel<X>& kernel, const AttentionShape& shape, int count) {
@@ -857,15 +1020,20 @@ void check_repeats(const AttentionKernel<X>& kernel, const AttentionShape& shape
         if (r.bytes() == first)
             continue;
         const char* when = i == count ? ", whose inputs came late on the device's stream" : "";
-        return test::report(__FILE__, __LINE__,
-                            format("%s: other bytes in run %d%s", r.text().c_str(), i + 1, when));
+        test::report(__FILE__, __LINE__,
+                     format("%s: other bytes in run %d%s", r.text().c_str(), i + 1, when));
+        return;
     }
 }
+
 template <class X>
 void determinism(const AttentionKernel<X>& kernel) {
-    const std::pair<AttentionShape, int> runs[] = {{whole(2, 1000, 12, 64), 20},
-                                                   {whole(1, 1000, 5, 128, false), 20},
-                                                   {whole(3, 130, 5, 64), 1000}};
+    const struct {
+        AttentionShape shape;
+        int count;
+    } runs[] = {{whole(2, 1000, 12, 64), 20},
+                {unmasked(whole(1, 1000, 5, 128)), 20},
+                {whole(3, 130, 5, 64), 1000}};
     for (const auto& [shape, count] : runs) {
         check_repeats<X, X>(kernel, shape, count);
         if (kernel.supports.pieces)
@@ -873,14 +1041,15 @@ void determinism(const AttentionKernel<X>& kernel) {
     }
 }
 
-// 160 tiles of 128 keys in all. So some of 132 multiprocessors get two, and more would queue for a
-// turn. It runs many times, because who gets which must not matter.
+// 160 tiles of 128 keys in all. So some of an H100's 132 multiprocessors get two, and tiles have to
+// wait for their turn. It runs many times, because it must not matter which multiprocessor gets
+// which tile.
 template <class X>
 void large(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128})
         for (bool causal : {false, true}) {
             const Case c{whole(2, 1010, 10, HS, causal)};
-            check_pieces(kernel, c, {}, {}, true);
+            check_pieces(kernel, c, {}, {}, Bound::rough);
             check_repeats<X, float>(kernel, c.shape, 20);
         }
 }
@@ -892,22 +1061,19 @@ void queries(const AttentionKernel<X>& kernel) {
         for (int Tk : {1024, 2049})
             for (const auto& [B, Tq, NH] : std::vector<std::array<int, 3>>{
                      {3, 1, 12}, {2, 63, 3}, {2, 65, 3}, {1, 1000, 1}}) {
-                // In bf16 the rounding of O is an error of D, which in rows of so many shifted keys
-                // adds up in dQ.
+                // In bf16 the rounding of O is an error of D. In rows of 2049 shifted keys it adds
+                // up in dQ.
                 const int inputs = Tk > 1024 ? 2 : 3;
-                const Input input = static_cast<Input>(n++ % inputs);
+                const Input input = static_cast<Input>(n % inputs);
+                n++;
                 check_call(kernel, {queries_of(B, Tq, Tk, NH, HS), input});
             }
-        AttentionShape full = queries_of(1, 200, 1025, 2, HS);
-        full.causal = false;
-        check_call(kernel, {full, Input::shifted});
-        AttentionShape scaled = queries_of(2, 130, 200, 3, HS);
-        scaled.scale = 0.3f;
-        check_call(kernel, {scaled});
+        check_call(kernel, {unmasked(queries_of(1, 200, 1025, 2, HS)), Input::shifted});
+        check_call(kernel, {scaled(0.3f, queries_of(2, 130, 200, 3, HS))});
     }
 }
 
-// A call with fp32 results where X is bf16. Its gradients are those of all keys.
+// A call with fp32 results where X is bf16, for the gradients of all keys.
 template <class X>
 void check_fp32_call(const AttentionKernel<X>& kernel, const Case& c) {
     const Problem<X>& p = problem<X>(c);
@@ -929,16 +1095,17 @@ void check_forward(const AttentionKernel<X>& kernel, const Case& c) {
     check_result(kernel, p, got);
 }
 
-// Tk − Tq around multiples of the tiles and of what a warp owns, so that the diagonal runs through
-// their corners. A kernel that takes a tile too many for unmasked, or one too few for visible, is
-// wrong there in a single element of the tile.
+// Tk − Tq around multiples of the tiles and of a warp's rows, so that the diagonal runs through
+// their corners. A kernel that masks one tile too few, or visits one too few, is wrong there in a
+// single element of the tile.
 template <class X>
 void shifts(const AttentionKernel<X>& kernel) {
     int n = 0;
     for (int HS : {64, 128})
         for (int shift :
              {14, 15, 16, 17, 30, 31, 32, 33, 62, 63, 64, 65, 94, 126, 127, 128, 129, 190, 254}) {
-            const int Tq = n++ % 2 ? 130 : 200;
+            const int Tq = n % 2 == 0 ? 200 : 130;
+            n++;
             const Case c{queries_of(2, Tq, Tq + shift, 3, HS)};
             check_call(kernel, c);
             if (std::is_same_v<X, bf16> && kernel.supports.pieces)
@@ -956,36 +1123,39 @@ void tail(const AttentionKernel<X>& kernel) {
         SKIP("%s: bf16 has too few digits for the tail", kernel.name);
     } else {
         for (int HS : {64, 128})
-            check_forward(kernel, {{1, 64, 8192, 1, HS}, Input::tail});
+            check_forward(kernel, {queries_of(1, 64, 8192, 1, HS), Input::tail});
     }
 }
 
 template <class X>
 void pieces(const AttentionKernel<X>& kernel) {
-    const std::pair<std::vector<int>, std::vector<int>> cuts[] = {{{}, {}},
-                                                                  {{128}, {128}},
-                                                                  {{128, 165, 229}, {37, 101, 172}},
-                                                                  {{100, 200}, {60, 120, 180, 240}},
-                                                                  {{1, 3, 299}, {1, 298}}};
+    const struct {
+        std::vector<int> q_cuts;
+        std::vector<int> k_cuts;
+    } cuts[] = {{{}, {}},
+                {{128}, {128}},
+                {{128, 165, 229}, {37, 101, 172}},
+                {{100, 200}, {60, 120, 180, 240}},
+                {{1, 3, 299}, {1, 298}}};
     for (int HS : {64, 128}) {
         for (bool causal : {true, false})
             for (const auto& [q_cuts, k_cuts] : cuts)
                 check_pieces(kernel, {whole(2, 300, 3, HS, causal)}, q_cuts, k_cuts);
-        check_pieces(kernel, {whole(2, 300, 3, HS, true, 0.3f)}, {128}, {100});
-        check_pieces(kernel, {whole(2, 300, 3, HS, false, 0.02f), Input::large_q}, {100, 200},
-                     {37, 101});
+        check_pieces(kernel, {scaled(0.3f, whole(2, 300, 3, HS))}, {128}, {100});
+        check_pieces(kernel, {scaled(0.02f, unmasked(whole(2, 300, 3, HS))), Input::large_q},
+                     {100, 200}, {37, 101});
     }
     check_pieces(kernel, {whole(1, 256, 12, 64), Input::large_q}, {64, 128, 192}, {128});
     check_pieces(kernel, {whole(1, 256, 12, 64), Input::shifted}, {128}, {64, 128, 192});
 }
 
-// Chunks that divide T and chunks that do not, also with more queries than keys (attention/ring).
+// Chunks (attention/ring) that divide T and chunks that do not, also with more queries than keys.
 template <class X>
 void chunks(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128})
         for (bool causal : {true, false}) {
-            const Whole<X, Cuda> all(gpu(), whole(2, 1000, 3, HS, causal), 1, 1, 0,
-                                     Attention{kernel.name});
+            const Whole<X, Cuda> all(gpu(), whole(2, 1000, 3, HS, causal),
+                                     {.threads = kAllCores, .kind = {kernel.name}});
             for (const auto& [q_chunk, k_chunk] : std::vector<std::pair<int, int>>{
                      {500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}})
                 check_chunks(all, q_chunk, k_chunk);
@@ -993,7 +1163,7 @@ void chunks(const AttentionKernel<X>& kernel) {
 }
 
 // flash_fp32's tiles for 64 KB of shared memory, which is what Turing gives a block, and the Error
-// if there is less.
+// where a block has less.
 template <class X>
 void small_tiles(const AttentionKernel<X>& kernel) {
     if (std::string(kernel.name) != "flash_fp32")
@@ -1006,11 +1176,11 @@ void small_tiles(const AttentionKernel<X>& kernel) {
         for (bool causal : {true, false}) {
             const Problem<X>& p = problem<X>({whole(2, 300, 3, HS, causal)});
             gpu().block_smem = restore.bytes;
-            const Result large = run(kernel, p);
+            const Result large_tiles = run(kernel, p);
             gpu().block_smem = 64 << 10;
-            // another order of sums
-            if (restore.bytes >= 112 << 10)
-                CHECK(run(kernel, p)[Dk] != large[Dk]);
+            // the order of sums shows that the tiles are other ones
+            if (restore.bytes >= (112 << 10))
+                CHECK(run(kernel, p)[Dk] != large_tiles[Dk]);
             gpu().block_smem = 48 << 10;
             CHECK_ERROR(run(kernel, p), "shared memory");
         }
@@ -1019,26 +1189,27 @@ void small_tiles(const AttentionKernel<X>& kernel) {
         property(kernel);
 }
 
-// Small enough for compute-sanitizer, because racecheck of `pieces` with flash_fp16x3 takes longer
-// than four minutes. But it has so many heads that the persistent blocks of sm_90a wrap around
-// their stages.
+// For compute-sanitizer (scripts/sanitize.sh), which takes longer than four minutes for racecheck
+// of `pieces` with flash_fp16x3. There are still so many heads that the persistent blocks of sm_90a
+// wrap around their stages.
 template <class X>
 void few(const AttentionKernel<X>& kernel) {
     const int NH = kernel.min_sm == 90 ? 150 : 2;
     for (int HS : {64, 128}) {
-        check_call(kernel, {whole(1, 100, NH, HS)}, true);
-        check_call(kernel, {queries_of(1, 70, 200, NH, HS)}, true);
+        check_call(kernel, {whole(1, 100, NH, HS)}, Bound::rough);
+        check_call(kernel, {queries_of(1, 70, 200, NH, HS)}, Bound::rough);
         if (kernel.supports.pieces)
-            check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, true);
+            check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, Bound::rough);
     }
 }
 
 // What a kernel does not support gives an Error. What gives none must be right.
 template <class X>
 void limits(const AttentionKernel<X>& kernel) {
-    for (const AttentionShape& shape :
-         {whole(2, 100, 3, 80), whole(1, 70, 2, 32), whole(2731, 2, 25, 64),
-          whole(65537, 1, 1, 64)}) {  // more than a grid's y or z
+    for (const AttentionShape& shape : {
+             whole(2, 100, 3, 80), whole(1, 70, 2, 32), whole(2731, 2, 25, 64),
+             whole(65537, 1, 1, 64),  // more than a grid's y or z
+         }) {
         const Problem<X>& p = problem<X>({shape});
         Result got;
         const std::string error = test::error_of([&] { got = run(kernel, p); });
@@ -1046,6 +1217,7 @@ void limits(const AttentionKernel<X>& kernel) {
             check_result(kernel, p, got);
         gpu().sync();  // an Error from a launcher leaves the device fit for work
     }
+
     // A kernel that has no results in fp32 says so, and so does the dispatcher.
     if (kernel.supports.pieces)
         return;
@@ -1056,103 +1228,131 @@ void limits(const AttentionKernel<X>& kernel) {
                 kernel.name);
 }
 
-// Runs one sequence several times over, and looks at some of the copies.
-template <class X, int T, int HS, int Copies>
-void many(const AttentionKernel<X>& kernel) {
-    AttentionShape s = whole(1, T, 25, HS);
-    const Problem<X>& p = problem<X>({s});
-    s.B = Copies;
-    const size_t bytes =
-        8 * Copies * p.in[0].size() * sizeof(X) + kernel.saved_bytes(s) + kernel.scratch_bytes(s);
+// A call on many copies of one sequence, of which some are compared.
+template <class X>
+void check_copies(const AttentionKernel<X>& kernel, const AttentionShape& one, int copies) {
+    const Problem<X>& p = problem<X>({one});
+    AttentionShape all = one;
+    all.B = copies;
+    const size_t tensors = 8 * copies * p.in[0].size() * sizeof(X);
+    const size_t bytes = tensors + kernel.saved_bytes(all) + kernel.scratch_bytes(all);
     if (bytes > gpu().total_bytes / 10 * 8)
         SKIP("needs %.0f GiB of device memory", static_cast<double>(bytes) / (1 << 30));
-    Run<X> r(kernel, p, 0, Copies);
+    const int gap = 0;
+    Run<X> r(kernel, p, gap, copies);
     r.whole();
-    for (int copy : {0, 1, Copies / 3, Copies / 2, Copies - 2, Copies - 1})
+    for (int copy : {0, 1, copies / 3, copies / 2, copies - 2, copies - 1})
         check_result(kernel, p, r.result(copy));
 }
-constexpr int kBig = (size_t{1} << 31) / (65 * 25 * 64);  // so many copies of out have 2³¹ elements
+
+// So many copies that out, dout and dq have 2³¹ elements. A third of them is enough for qkv and
+// dqkv.
+constexpr int kCopiesOf2G = (size_t{1} << 31) / (65 * 25 * 64);
+template <class X>
+void big(const AttentionKernel<X>& kernel) {
+    check_copies(kernel, whole(1, 65, 25, 64), kCopiesOf2G / 3 + 2);
+}
+template <class X>
+void big_out(const AttentionKernel<X>& kernel) {
+    check_copies(kernel, whole(1, 65, 25, 64), kCopiesOf2G + 2);
+}
+
+// The heads are so many and so long that flash_bf16_sm90 works on them in groups, and uses a place
+// in dQ's sum twice.
+template <class X>
+void groups(const AttentionKernel<X>& kernel) {
+    check_copies(kernel, whole(1, 1040, 25, 128), 5);
+}
 
 // -------------------------------------------------------------------------------------------------
-// Which kernel the trainer takes. dev/test_gpt2 has the layer itself, in a model's gradients and in
-// generation
+// Which kernel the trainer chooses. dev/test_gpt2 tests the layer itself, in a model's gradients
+// and in generation
 
 // Scratch that is enough for a call without a mask is enough with one, and with fewer queries or
 // keys. A ring's memory relies on that (attention/ring/pieces.h).
+template <class X>
+static void check_scratch_grows(int HS, int NH, int T) {
+    const AttentionKernels<X> kernels = attention_kernels<X>();
+    const AttentionShape largest = unmasked(whole(1, T, NH, HS));
+    const std::pair<int, int> lengths[] = {{T, T}, {T / 2, T}, {T, T / 2}, {T / 2, T / 2}, {1, T}};
+    for (int i = 0; i < kernels.count; i++)
+        for (const auto& [Tq, Tk] : lengths) {
+            const AttentionKernel<X>& kernel = kernels.begin[i];
+            const AttentionShape s = queries_of(1, Tq, Tk, NH, HS);
+            CHECK(kernel.scratch_bytes(unmasked(s)) <= kernel.scratch_bytes(largest));
+            if (Tq <= Tk)
+                CHECK(kernel.scratch_bytes(s) <= kernel.scratch_bytes(largest));
+        }
+}
 TEST(scratch_grows_with_the_call) {
-    const auto check = [](const auto& kernels, int HS, int NH, int T) {
-        for (int i = 0; i < kernels.count; i++)
-            for (const auto& [Tq, Tk] : std::vector<std::pair<int, int>>{
-                     {T, T}, {T / 2, T}, {T, T / 2}, {T / 2, T / 2}, {1, T}})
-                for (bool causal : {false, Tq <= Tk}) {
-                    const auto& kernel = kernels.begin[i];
-                    AttentionShape s = queries_of(1, Tq, Tk, NH, HS);
-                    s.causal = causal;
-                    CHECK(kernel.scratch_bytes(s) <=
-                          kernel.scratch_bytes(whole(1, T, NH, HS, false)));
-                }
-    };
     for (int HS : {64, 128})
         for (int NH : {1, 12, 32})
             for (int T = 512; T <= 65536; T += T / 2) {
-                check(attention_kernels<float>(), HS, NH, T);
-                check(attention_kernels<bf16>(), HS, NH, T);
+                check_scratch_grows<float>(HS, NH, T);
+                check_scratch_grows<bf16>(HS, NH, T);
             }
 }
 
 // What --attention accepts, and what a model is refused.
+template <class X>
+static void check_names() {
+    const Cuda& dev = gpu();
+    const AttentionKernels<X> kernels = attention_kernels<X>();
+    for (int i = 0; i < kernels.count; i++) {
+        const AttentionKernel<X>& k = kernels.begin[i];
+        const Attention kind{k.name};
+        if (!k.runs_on(dev)) {
+            CHECK_ERROR(attention_kernel<X>(dev, kind, 64), k.name);
+            continue;
+        }
+        CHECK(&attention_kernel<X>(dev, kind, 64) == &k);
+
+        const AttentionShape s = whole(2, 100, 12, 64);
+        CHECK(attention_saved_bytes<X>(dev, kind, s) == k.saved_bytes(s));
+        CHECK(!k.flash || k.saved_bytes(s) == 0);
+        CHECK(attention_scratch_bytes<X>(dev, kind, s) == k.scratch_bytes(s));
+
+        const auto accepts = [&](bool training, bool ring) {
+            return test::error_of([&] { check_attention<X>(dev, kind, 64, {training, ring}); })
+                .empty();
+        };
+        const bool training = true;
+        const bool ring = true;
+        CHECK(accepts(!training, !ring));
+        CHECK(accepts(training, !ring) == k.has_backward());
+        CHECK(accepts(!training, ring) == k.supports.pieces);
+    }
+
+    check_attention<X>(dev, Attention::flash, 64, {.training = true, .context_parallel = true});
+    const AttentionKernel<X>& flash = attention_kernel<X>(dev, Attention::flash, 64);
+    const AttentionKernel<X>& naive = attention_kernel<X>(dev, Attention::naive, 64);
+    CHECK(flash.flash && flash.runs_on(dev));
+    CHECK(!naive.flash);
+    CHECK_ERROR(attention_kernel<X>(dev, Attention::flash, 80), "80");
+}
 TEST(names) {
     const Cuda& dev = gpu();
     CHECK(std::string(attention_names()).rfind("flash|naive|flash_simple|", 0) == 0);
-    const auto check = [&](auto x) {
-        using X = decltype(x);
-        const AttentionKernels<X> all = attention_kernels<X>();
-        for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++) {
-            const Attention kind{k->name};
-            if (!k->runs_on(dev)) {
-                CHECK_ERROR(attention_kernel<X>(dev, kind, 64), k->name);
-                continue;
-            }
-            CHECK(&attention_kernel<X>(dev, kind, 64) == k);
-            const AttentionShape s = whole(2, 100, 12, 64);
-            CHECK(attention_saved_bytes<X>(dev, kind, s) == k->saved_bytes(s) &&
-                  (!k->flash || k->saved_bytes(s) == 0));
-            CHECK(attention_scratch_bytes<X>(dev, kind, s) == k->scratch_bytes(s));
-            const auto takes = [&](bool training, bool ring) {
-                return test::error_of([&] { check_attention<X>(dev, kind, 64, {training, ring}); })
-                    .empty();
-            };
-            CHECK(takes(false, false));
-            CHECK(takes(true, false) == k->has_backward());
-            CHECK(takes(false, true) == k->supports.pieces);
-        }
-        check_attention<X>(dev, Attention::flash, 64, {.training = true, .context_parallel = true});
-        const AttentionKernel<X>& flash = attention_kernel<X>(dev, Attention::flash, 64);
-        CHECK(flash.flash && flash.runs_on(dev) &&
-              !attention_kernel<X>(dev, Attention::naive, 64).flash);
-        CHECK_ERROR(attention_kernel<X>(dev, Attention::flash, 80), "80");
-    };
-    check(float{});
-    check(bf16{});
+    check_names<float>();
+    check_names<bf16>();
     CHECK_ERROR(attention_kernel<float>(dev, Attention{"flash_bf16"}, 64), "--precision bf16");
     CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"flash_simple"}, 64), "--precision fp32");
     CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"magic"}, 64), "no such kernel");
 }
 
 // -------------------------------------------------------------------------------------------------
-// Calls that are refused. These tests need no GPU, because no refused call comes to one
+// Calls that are refused. These tests need no GPU, because no refused call gets that far
 
-// A device that nobody may touch.
-static const Cuda& nobody() {
+// A device that no call may use.
+static const Cuda& untouchable() {
     alignas(Cuda) static const char memory[sizeof(Cuda)] = {};
     return *reinterpret_cast<const Cuda*>(memory);
 }
 
-// A call's tensors at addresses that are far apart. Nothing is there. `number` is a tensor's
-// enumerator.
+// The addresses of a call's tensors. They are far apart, and there is no memory at them.
 template <class A>
-static A* address(int number) {
-    return reinterpret_cast<A*>(uintptr_t(number + 1) << 40);
+static A* address(int tensor) {
+    return reinterpret_cast<A*>(uintptr_t(tensor + 1) << 40);
 }
 enum { Att = kPlaces, ScratchBytes };
 
@@ -1161,7 +1361,7 @@ struct Calls {
     AttentionForward<X, Y> forward;
     AttentionBackward<X, Y> backward;
 
-    // Of packed tensors, as the trainer's, or with a gap.
+    // The tensors are packed, as the trainer's are, or have a gap.
     explicit Calls(const AttentionShape& s, int gap = 0) {
         const Layout layout{.s = s, .T = std::max(s.Tq, s.Tk), .gap = gap};
         PieceCall piece = layout.all();
@@ -1176,12 +1376,22 @@ struct Calls {
     }
 };
 
+// Tests of one kernel that change a good call in one place. `why` is a part of the error that this
+// must give, or kAccepted.
 template <class X>
 struct Refusals {
-    const AttentionKernel<X>& kernel;
-    const AttentionLimits limits = kernel.limits();
     using Forward = AttentionForward<X>;
     using Backward = AttentionBackward<X>;
+
+    static constexpr const char* kAccepted = nullptr;
+    static constexpr int NH = 3;
+    static constexpr int HS = 64;
+    static constexpr int C = NH * HS;
+    static constexpr int T = 48;
+
+    const AttentionKernel<X>& kernel;
+    const AttentionLimits limits = kernel.limits();
+    const AttentionShape good = whole(2, T, NH, HS);
 
     template <class Call>
     void accept(const Call& call) const {
@@ -1190,34 +1400,38 @@ struct Refusals {
             test::report(kernel.name, call.s.Tq, "refused: " + error);
     }
     void refuse(const Forward& call, const char* why) const {
-        CHECK_ERROR(kernel.forward(nobody(), call), why);
+        CHECK_ERROR(kernel.forward(untouchable(), call), why);
     }
     void refuse(const Backward& call, const char* why) const {
         if (kernel.has_backward())
-            CHECK_ERROR(kernel.backward(nobody(), call), why);
+            CHECK_ERROR(kernel.backward(untouchable(), call), why);
     }
-    // A good call, or forward or backward alone, after `change`.
-    template <class Change>
-    void both(const char* why, Change change) const {
-        forward(why, change);
-        backward(why, change);
+    template <class Call>
+    void check(const Call& call, const char* why) const {
+        if (why == kAccepted)
+            accept(call);
+        else
+            refuse(call, why);
     }
+
+    // change(call) changes a good call.
     template <class Change>
     void forward(const char* why, Change change) const {
         Forward call = Calls<X>(good).forward;
         change(call);
-        why ? refuse(call, why) : accept(call);
+        check(call, why);
     }
     template <class Change>
     void backward(const char* why, Change change) const {
         Backward call = Calls<X>(good).backward;
         change(call);
-        why ? refuse(call, why) : accept(call);
+        check(call, why);
     }
-
-    static constexpr int NH = 3, HS = 64, C = NH * HS, T = 48;
-    const AttentionShape good = whole(2, T, NH, HS);
-    static constexpr const char* kAccepted = nullptr;
+    template <class Change>
+    void both(const char* why, Change change) const {
+        forward(why, change);
+        backward(why, change);
+    }
 
     void shapes() const {
         both(kAccepted, [](auto&) {});
@@ -1232,10 +1446,9 @@ struct Refusals {
              [](auto& c) { c.s.HS = 32; });
         both("scale -1", [](auto& c) { c.s.scale = -1; });
 
-        // Fewer queries than keys, more of them, and single rows, whose strides nobody follows.
+        // Fewer queries than keys, and more queries than keys.
         const AttentionShape fewer_queries = queries_of(2, 40, 48, NH, HS);
-        AttentionShape fewer_keys = queries_of(2, 48, 40, NH, HS);
-        fewer_keys.causal = false;
+        const AttentionShape fewer_keys = unmasked(queries_of(2, 48, 40, NH, HS));
         for (const AttentionShape& s : {good, fewer_queries, fewer_keys})
             for (int gap : {0, kGap}) {
                 const Calls<X> calls(s, gap);
@@ -1245,11 +1458,20 @@ struct Refusals {
                 else
                     refuse(calls.backward, "whole sequences");
             }
+
+        // A single row, whose strides are never used.
         both(kAccepted, [](auto& c) {
-            c.s.B = c.s.Tq = c.s.Tk = 1;
-            for (auto* x : {&c.q, &c.k, &c.v})
-                x->batch_stride = x->token_stride = 0;
-            c.out.batch_stride = c.out.token_stride = 0;
+            c.s.B = 1;
+            c.s.Tq = 1;
+            c.s.Tk = 1;
+            const auto clear_strides = [](auto& view) {
+                view.batch_stride = 0;
+                view.token_stride = 0;
+            };
+            clear_strides(c.q);
+            clear_strides(c.k);
+            clear_strides(c.v);
+            clear_strides(c.out);
         });
     }
 
@@ -1267,7 +1489,8 @@ struct Refusals {
             backward("scratch is null", [](auto& c) { c.scratch = nullptr; });
         both(kernel.flash ? kAccepted : "att is null", [](auto& c) { c.att = nullptr; });
 
-        both("rows of q", [](auto& c) { c.q.ptr += 1; });  // these are not aligned
+        // not aligned
+        both("rows of q", [](auto& c) { c.q.ptr += 1; });
         both("rows of k", [](auto& c) { c.k.token_stride += 1; });
         both("rows of v", [](auto& c) { c.v.batch_stride += 1; });
         both("rows of out", [](auto& c) { c.out.ptr += 1; });
@@ -1277,7 +1500,8 @@ struct Refusals {
         backward("rows of dv", [](auto& c) { c.dv.batch_stride += 1; });
         backward("scratch", [](auto& c) { c.scratch = static_cast<char*>(c.scratch) + 4; });
 
-        both("rows of q", [](auto& c) { c.q.token_stride = C - 8; });  // these overlap each other
+        // rows that overlap each other
+        both("rows of q", [](auto& c) { c.q.token_stride = C - 8; });
         both("rows of k", [](auto& c) { c.k.token_stride = 0; });
         both("rows of v", [](auto& c) { c.v.batch_stride = 0; });
         both("rows of q", [](auto& c) { c.q.batch_stride = 16 * c.q.token_stride; });
@@ -1290,7 +1514,7 @@ struct Refusals {
         forward("overlap", [](auto& c) { c.out.ptr = const_cast<X*>(c.q.ptr); });
         forward("overlap",
                 [](auto& c) { c.out.ptr = const_cast<X*>(c.v.row(1, T - 1, NH - 1, HS)); });
-        // Right behind v.
+        // right behind v
         forward(kAccepted, [](auto& c) { c.out.ptr = const_cast<X*>(c.v.row(1, T - 1, NH, HS)); });
         forward("overlap",
                 [](auto& c) { c.lse.ptr = reinterpret_cast<float*>(c.out.row(1, T - 1, 0, HS)); });
@@ -1307,36 +1531,41 @@ struct Refusals {
         backward("overlap",
                  [](auto& c) { c.lse.ptr = reinterpret_cast<float*>(c.dv.row(1, 0, 0, HS)); });
 
-        // All of a forward in one tensor (B, T, q k v out, NH, HS), and out a little to the left or
-        // right.
-        const auto beside = [](auto& c, size_t column) {
+        // All tensors of a forward in one, (B, T, q k v out, NH, HS), with out where it belongs or
+        // a little to the left or right of that.
+        const auto one_tensor = [](auto& c, size_t out_column) {
             X* const base = address<X>(Q);
-            const auto place = [=](auto& view, size_t at) {
-                view = {.ptr = base + at, .batch_stride = T * 4 * C, .token_stride = 4 * C};
+            const auto columns_from = [=](auto& view, size_t column) {
+                view = {.ptr = base + column, .batch_stride = T * 4 * C, .token_stride = 4 * C};
             };
-            place(c.q, 0);
-            place(c.k, C);
-            place(c.v, 2 * C);
-            place(c.out, column);
+            columns_from(c.q, 0);
+            columns_from(c.k, C);
+            columns_from(c.v, 2 * C);
+            columns_from(c.out, out_column);
         };
-        forward(kAccepted, [=](auto& c) { beside(c, 3 * C); });
-        forward("overlap", [=](auto& c) { beside(c, 3 * C - 8); });
-        forward("overlap", [=](auto& c) { beside(c, 3 * C + 8); });  // reaches the next token's q
-        // dk and dv with sequences side by side in a token, as a ring's (T, B, K and V, NH, HS).
-        const auto token_major = [](auto& c, size_t column) {
+        forward(kAccepted, [=](auto& c) { one_tensor(c, 3 * C); });
+        forward("overlap", [=](auto& c) { one_tensor(c, 3 * C - 8); });
+        forward("overlap", [=](auto& c) { one_tensor(c, 3 * C + 8); });  // into the next token's q
+
+        // dk and dv with sequences next to each other in a token, as in a ring: (T, B, K and V, NH,
+        // HS).
+        const auto token_major = [](auto& c, size_t dv_column) {
             c.dk = {.ptr = address<X>(Dk), .batch_stride = 2 * C, .token_stride = 4 * C};
-            c.dv = {.ptr = address<X>(Dk) + column, .batch_stride = 2 * C, .token_stride = 4 * C};
+            c.dv = {
+                .ptr = address<X>(Dk) + dv_column, .batch_stride = 2 * C, .token_stride = 4 * C};
         };
         backward(kAccepted, [=](auto& c) { token_major(c, C); });
         backward("overlap", [=](auto& c) { token_major(c, 2 * C); });  // dk of the next sequence
-        // dk and dv of a sequence behind each other, (B, K and V, T, NH, HS).
-        const auto behind = [](auto& c, size_t elements) {
+
+        // dk and dv of a sequence one after the other, (B, K and V, T, NH, HS).
+        const auto dk_then_dv = [](auto& c, size_t dv_offset) {
             c.dk = {.ptr = address<X>(Dk), .batch_stride = 2 * T * C, .token_stride = C};
-            c.dv = {.ptr = address<X>(Dk) + elements, .batch_stride = 2 * T * C, .token_stride = C};
+            c.dv = {
+                .ptr = address<X>(Dk) + dv_offset, .batch_stride = 2 * T * C, .token_stride = C};
         };
-        backward(kAccepted, [=](auto& c) { behind(c, T * C); });
-        backward("overlap", [=](auto& c) { behind(c, T * C - 8); });
-        backward("overlap", [=](auto& c) { behind(c, T * C + C); });  // dk of the next sequence
+        backward(kAccepted, [=](auto& c) { dk_then_dv(c, T * C); });
+        backward("overlap", [=](auto& c) { dk_then_dv(c, T * C - 8); });
+        backward("overlap", [=](auto& c) { dk_then_dv(c, T * C + C); });  // dk of the next sequence
     }
 
     void rests() const {
@@ -1361,20 +1590,22 @@ struct Refusals {
             accept(calls.backward);
             AttentionBackward<X, float> call = calls.backward;
             call.dq.ptr = const_cast<float*>(call.lse.ptr);
-            CHECK_ERROR(kernel.backward_fp32(nobody(), call), "overlap");
+            CHECK_ERROR(kernel.backward_fp32(untouchable(), call), "overlap");
             return;
         }
-        CHECK_ERROR(kernel.forward_fp32(nobody(), calls.forward), kernel.name);
-        CHECK_ERROR(kernel.backward_fp32(nobody(), calls.backward), kernel.name);
+        CHECK_ERROR(kernel.forward_fp32(untouchable(), calls.forward), kernel.name);
+        CHECK_ERROR(kernel.backward_fp32(untouchable(), calls.backward), kernel.name);
         if (!kernel.has_backward())
-            CHECK_ERROR(kernel.backward(nobody(), Calls<X>(good).backward), "no backward");
+            CHECK_ERROR(kernel.backward(untouchable(), Calls<X>(good).backward), "no backward");
     }
 };
+
+// Calls one of the functions above for each kernel.
 template <class X>
-static void check_refusals(void (Refusals<X>::*of)() const) {
+static void check_refusals(void (Refusals<X>::*checks)() const) {
     const AttentionKernels<X> kernels = attention_kernels<X>();
     for (int i = 0; i < kernels.count; i++)
-        (Refusals<X>{kernels.begin[i]}.*of)();
+        (Refusals<X>{kernels.begin[i]}.*checks)();
 }
 TEST(refused_shapes) {
     check_refusals(&Refusals<float>::shapes);
@@ -1394,9 +1625,11 @@ TEST(refused_rests_of_lse) {
 }
 TEST(refused_on_the_cpu) {
     const Calls<double> calls(whole(2, 48, 3, 64));
+
     AttentionForward<double> forward = calls.forward;
     forward.out.ptr = const_cast<double*>(forward.k.ptr);
     CHECK_ERROR(attention_forward(Cpu(1), forward), "overlap");
+
     AttentionBackward<double> backward = calls.backward;
     backward.s.Tq = 49;
     CHECK_ERROR(attention_backward(Cpu(1), backward), "Tq 49");
@@ -1407,7 +1640,8 @@ TEST(refused_fp32_results) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// What pieces are made of (attention/ring/pieces.h), in rows of any width
+// What chunks and rings are made of, merge() and add() (attention/ring/pieces.h), in rows of any
+// width
 
 // The same numbers in X on the device and in fp64 on the host.
 template <class X>
@@ -1423,16 +1657,16 @@ struct Twin {
         gpu().upload(device, values.data(), values.size() * sizeof(X));
         gpu().sync();
     }
-    // Compares all of it, also what is between the rows. A tolerance is relative to numbers above
-    // 1.
+
+    // Compares every element, including those between the rows. The tolerance is relative to
+    // numbers above 1, and absolute below.
     void check(const std::string& what, double tolerance) const {
         const std::vector<X> got = download<X>(device, 0, host.size());
         for (size_t i = 0; i < host.size(); i++) {
             const double x = static_cast<float>(got[i]);
             const double allowed = tolerance * std::max(1., std::fabs(host[i]));
-            const bool right =
-                std::isnan(host[i]) ? std::isnan(x) : std::fabs(x - host[i]) <= allowed;
-            if (right)
+            const bool both_nan = std::isnan(host[i]) && std::isnan(x);
+            if (both_nan || std::fabs(x - host[i]) <= allowed)
                 continue;
             test::report(__FILE__, __LINE__,
                          format("%s %s[%zu] is %.9g, expected %.9g", what.c_str(), device.name, i,
@@ -1445,13 +1679,14 @@ static std::vector<double> poison(size_t n) {
     return std::vector<double>(n, NAN);
 }
 
-// (B, T) rows of C with a gap behind each, or (T, B) rows.
+// (B, T) rows of C elements, or (T, B) rows, with a gap after each.
 struct Rows {
     int B;
     int T;
     size_t C;
     size_t gap;
     bool token_major = false;
+
     size_t row() const { return C + gap; }
     size_t size() const { return B * T * row(); }
     template <class A>
@@ -1469,27 +1704,30 @@ constexpr double kRounded = std::is_same_v<Y, bf16> ? 1. / 256 : kSums;
 template <class Y>
 static void check_merge(const AttentionShape& s, bool in_place) {
     const size_t C = size_t(s.NH) * s.HS;
-    const Rows of_sum{s.B, s.Tq, C, 8};
-    const Rows of_piece{s.B, s.Tq, C, 16};
-    const Rows of_dst{s.B, s.Tq, C, 24};
+    const auto rows = [&](size_t gap) { return Rows{.B = s.B, .T = s.Tq, .C = C, .gap = gap}; };
+    const Rows of_sum = rows(8);
+    const Rows of_piece = rows(16);
+    const Rows of_dst = rows(24);
     const size_t head = s.Tq + 3;  // from one head's statistics to the next's
     const size_t stats = s.B * s.NH * head;
+    constexpr double kLseSigma = 3;
+    constexpr double kRestSigma = 1e-5;  // larger than a rest can be, so that an error in it shows
     Twin<float> sum("sum", normal<float>(of_sum.size(), 1));
     Twin<float> piece("piece", normal<float>(of_piece.size(), 2));
-    Twin<float> lse("lse", normal<float>(stats, 3, 3));
-    Twin<float> piece_lse("piece's lse", normal<float>(stats, 4, 3));
-    Twin<float> rest("rest",
-                     normal<float>(stats, 5, 1e-5));  // larger than one can be, so that it counts
-    Twin<float> piece_rest("piece's rest", normal<float>(stats, 6, 1e-5));
+    Twin<float> lse("lse", normal<float>(stats, 3, kLseSigma));
+    Twin<float> piece_lse("piece's lse", normal<float>(stats, 4, kLseSigma));
+    Twin<float> rest("rest", normal<float>(stats, 5, kRestSigma));
+    Twin<float> piece_rest("piece's rest", normal<float>(stats, 6, kRestSigma));
     Twin<Y> dst("dst", poison(of_dst.size()));
 
-    const auto merge_on = [&](const auto& dev, auto to, const auto& of, auto in) {
-        using A = decltype(in);
+    // data(x) is a twin's memory on the host or on the device.
+    const auto merge_on = [&](const auto& dev, auto to, const auto& data) {
+        using A = std::remove_pointer_t<decltype(data(sum))>;
         const Piece<A> a{
-            .o = of_sum.of<A>(of(sum)), .lse = {of(lse), head}, .rest = {of(rest), head}};
-        const Piece<A> b{.o = of_piece.of<A>(of(piece)),
-                         .lse = {of(piece_lse), head},
-                         .rest = {of(piece_rest), head}};
+            .o = of_sum.of(data(sum)), .lse = {data(lse), head}, .rest = {data(rest), head}};
+        const Piece<A> b{.o = of_piece.of(data(piece)),
+                         .lse = {data(piece_lse), head},
+                         .rest = {data(piece_rest), head}};
         if constexpr (std::is_same_v<decltype(to), HeadsView<A>>)
             merge(dev, s, in_place ? a.o : to, a, b);
         else
@@ -1497,8 +1735,8 @@ static void check_merge(const AttentionShape& s, bool in_place) {
     };
     const auto on_host = [](auto& x) { return x.host.data(); };
     const auto on_device = [](auto& x) { return static_cast<float*>(x.device); };
-    merge_on(Cpu(1), of_dst.of(dst.host.data()), on_host, double{});
-    merge_on(late(gpu()), of_dst.of<Y>(dst.device), on_device, float{});
+    merge_on(Cpu(1), of_dst.of(dst.host.data()), on_host);
+    merge_on(late(gpu()), of_dst.of<Y>(dst.device), on_device);
 
     const std::string what =
         format("merge to %s, NH %d, HS %d:", name_of(dtype_of<Y>()), s.NH, s.HS);
@@ -1514,32 +1752,41 @@ static void check_merge(const AttentionShape& s, bool in_place) {
     for (size_t i = 0; i < stats; i++) {
         const bool is_row = i % head < size_t(s.Tq);
         const double unit = 0x1p-24 * std::max(1., std::fabs(double(high[i])));
-        if (is_row && !(std::fabs(low[i]) <= 2 * unit))
+        if (is_row)
             CHECK_NEAR(low[i], 0, 2 * unit);
         CHECK_NEAR(double(high[i]) + low[i], lse.host[i] + rest.host[i], 4e-7);
     }
 }
-// Widths below, at and above what a block covers at once, which is 1,024. A d12 has 768, and twice
-// that for dK and dV.
+
+// Widths below, at and above what a block covers at once, which is 1,024. A row of d12 has 768
+// elements, and 1,536 in dK and dV.
 constexpr std::pair<int, int> kWidths[] = {{1, 64},  {5, 64},   {3, 128}, {8, 64},
                                            {9, 64},  {12, 64},  {16, 64}, {17, 64},
                                            {24, 64}, {13, 128}, {40, 64}, {50, 64}};
 TEST(merge_of_wide_rows) {
     for (const auto& [NH, HS] : kWidths)
         for (const AttentionShape& s : {whole(2, 5, NH, HS), whole(1, 1, NH, HS)}) {
-            check_merge<float>(s, false);
-            check_merge<float>(s, true);
-            check_merge<bf16>(s, false);
+            const bool in_place = true;
+            check_merge<float>(s, !in_place);
+            check_merge<float>(s, in_place);
+            check_merge<bf16>(s, !in_place);
         }
 }
 
-// The sum of `addends` tensors of Z. In place dst is the first of them.
+struct Addition {
+    int addends;
+    bool token_major;
+    bool in_place = false;  // the sum overwrites the first addend
+};
+
+// The sum in Y of tensors of Z.
 template <class Y, class Z>
-static void check_add(const AttentionShape& s, int addends, bool token_major,
-                      bool in_place = false) {
+static void check_add(const AttentionShape& s, const Addition& o) {
     using Value = std::remove_const_t<Z>;
     const size_t C = size_t(s.NH) * s.HS;
-    const auto rows = [&](size_t gap) { return Rows{s.B, s.Tq, C, gap, token_major}; };
+    const auto rows = [&](size_t gap) {
+        return Rows{.B = s.B, .T = s.Tq, .C = C, .gap = gap, .token_major = o.token_major};
+    };
     const Rows of_a = rows(8);
     const Rows of_b = rows(16);
     const Rows of_c = rows(24);
@@ -1551,12 +1798,12 @@ static void check_add(const AttentionShape& s, int addends, bool token_major,
 
     const auto add_on = [&](const auto& dev, auto to, auto a, auto b, auto c) {
         using Addend = decltype(a);
-        if (addends < 2)
+        if (o.addends < 2)
             b = Addend{};
-        if (addends < 3)
+        if (o.addends < 3)
             c = Addend{};
         if constexpr (std::is_same_v<decltype(to), Addend>)
-            add(dev, s, in_place ? a : to, a, b, c);
+            add(dev, s, o.in_place ? a : to, a, b, c);
         else
             add(dev, s, to, a, b, c);
     };
@@ -1566,8 +1813,8 @@ static void check_add(const AttentionShape& s, int addends, bool token_major,
            of_c.of<Z>(c.device));
 
     const std::string what =
-        format("add of %d %s to %s, NH %d, HS %d%s:", addends, name_of(dtype_of<Value>()),
-               name_of(dtype_of<Y>()), s.NH, s.HS, token_major ? ", token-major" : "");
+        format("add of %d %s to %s, NH %d, HS %d%s:", o.addends, name_of(dtype_of<Value>()),
+               name_of(dtype_of<Y>()), s.NH, s.HS, o.token_major ? ", token-major" : "");
     dst.check(what, kRounded<Y>);
     a.check(what, kSums);
     b.check(what, 0);
@@ -1578,12 +1825,16 @@ TEST(add_of_wide_rows) {
         for (bool token_major : {false, true}) {
             const AttentionShape s = whole(2, 5, NH, HS);
             for (int addends : {1, 2, 3}) {
-                check_add<float, float>(s, addends, token_major);
-                check_add<float, float>(s, addends, token_major, true);
-                check_add<bf16, float>(s, addends, token_major);
+                const Addition addition{.addends = addends, .token_major = token_major};
+                Addition in_place = addition;
+                in_place.in_place = true;
+                check_add<float, float>(s, addition);
+                check_add<float, float>(s, in_place);
+                check_add<bf16, float>(s, addition);
             }
-            check_add<float, const float>(s, 1, token_major);
-            check_add<bf16, const bf16>(s, 1, token_major);
+            const Addition copy{.addends = 1, .token_major = token_major};
+            check_add<float, const float>(s, copy);
+            check_add<bf16, const bf16>(s, copy);
         }
 }
 
@@ -1593,20 +1844,26 @@ TEST(add_of_wide_rows) {
 
 TEST(ring_of_threads) {
     for (const AttentionShape& s :
-         {whole(2, 48 * 17, 2, 64, true, 0.2f), whole(2, 48 * 22, 2, 128)})
+         {scaled(0.2f, whole(2, 48 * 17, 2, 64)), whole(2, 48 * 22, 2, 128)})
         for (const double q_sigma : {1., 3.}) {
-            check_local_rings<float>(gpu(), s, q_sigma, 0);
-            check_local_rings<bf16>(gpu(), s, q_sigma, 0);
+            const WholeOptions o{.q_sigma = q_sigma, .threads = kAllCores};
+            check_local_rings<float>(gpu(), s, o);
+            check_local_rings<bf16>(gpu(), s, o);
         }
 }
-// Wider than a block of merge's and add's threads covers at once, as rows of d36 and d48 are.
+
+// Rows wider than what a block of merge() or add() covers at once, as those of d36 and d48 are.
 TEST(wide_ring_of_threads) {
-    check_local_rings<float>(gpu(), whole(1, 48 * 8, 17, 64), 1, 0);
-    check_local_rings<bf16>(gpu(), whole(1, 48 * 8, 17, 64), 1, 0);
+    const WholeOptions o{.threads = kAllCores};
+    check_local_rings<float>(gpu(), whole(1, 48 * 8, 17, 64), o);
+    check_local_rings<bf16>(gpu(), whole(1, 48 * 8, 17, 64), o);
 }
+
 TEST(ring_errors_do_not_grow_on_a_gpu) {
-    check_local_rings<float>(gpu(), whole(1, 2048, 4, 64), 1, 0, 5);
-    check_local_rings<bf16>(gpu(), whole(1, 2048, 4, 64), 1, 0, 5);
+    constexpr int kSeeds = 5;
+    const WholeOptions o{.threads = kAllCores};
+    check_local_rings<float>(gpu(), whole(1, 2048, 4, 64), o, kSeeds);
+    check_local_rings<bf16>(gpu(), whole(1, 2048, 4, 64), o, kSeeds);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1620,53 +1877,63 @@ struct Property {
 };
 template <class X>
 constexpr Property<X> kProperties[] = {
-    {"accuracy", accuracy<X>},  // out, lse, dq, dk, dv on the inputs and shapes that find bugs
-    {"logits", logits<X>},      // of up to ±200, of one size, mixed and rising, whole and in pieces
-    {"extremes", extremes<X>},  // zeros
-    {"nan", one_nan<X>},  // one NaN reaches what depends on it, and no other head or distant row
-    {"small tiles", small_tiles<X>},  // flash_fp32's, for GPUs with less shared memory
-    {"determinism", determinism<X>},  // the same bytes from every run, all on the device's stream
-    {"queries", queries<X>},          // fewer than keys, in views
-    {"shifts", shifts<X>},            // the diagonal in every place of a tile
-    {"tail", tail<X>},                // thousands of keys of tiny weight
-    {"pieces", pieces<X>, true},      // shares of pieces add up to the whole
-    {"chunks", chunks<X>, true},      // pieces forward and backward, merged and added up
-    {"large", large<X>, true},        // more work than multiprocessors, in 20 runs
-    {"few", few<X>},                  // a little of queries and pieces, for compute-sanitizer
-    {"limits", limits<X>},            // what is not supported gives an Error, never a wrong result
-    {"big", many<X, 65, 64, kBig / 3 + 2>},  // more than 2³¹ elements of qkv and dqkv
-    {"big out", many<X, 65, 64, kBig + 2>},  // also of out, dout and dq, if the GPU has the memory
-    // The heads are so many and so long that flash_bf16_sm90 takes them in groups and uses a place
-    // in dQ's sum twice.
-    {"groups", many<X, 1040, 128, 5>}};
+    // out, lse, dq, dk, dv on the inputs and shapes that find bugs
+    {"accuracy", accuracy<X>},
+    // of up to ±200, of one size, mixed and rising, whole and in pieces
+    {"logits", logits<X>},
+    // inputs of 0
+    {"zeros", zeros<X>},
+    // one NaN reaches what depends on it, and no other head or distant row
+    {"nan", one_nan<X>},
+    // flash_fp32's, for GPUs with less shared memory
+    {"small tiles", small_tiles<X>},
+    // the same bytes from every run, all on the device's stream
+    {"determinism", determinism<X>},
+    // fewer than keys, in views
+    {"queries", queries<X>},
+    // the diagonal in every place of a tile
+    {"shifts", shifts<X>},
+    // thousands of keys of tiny weight
+    {"tail", tail<X>},
+    // shares of pieces add up to the whole
+    {"pieces", pieces<X>, true},
+    // pieces forward and backward, merged and added up
+    {"chunks", chunks<X>, true},
+    // more work than multiprocessors, in 20 runs
+    {"large", large<X>, true},
+    // a little of queries and pieces, for compute-sanitizer
+    {"few", few<X>},
+    // what is not supported gives an Error, never a wrong result
+    {"limits", limits<X>},
+    // more than 2³¹ elements of qkv and dqkv
+    {"big", big<X>},
+    // also of out, dout and dq, if the GPU has the memory
+    {"big out", big_out<X>},
+    // more heads than flash_bf16_sm90 works on at once
+    {"groups", groups<X>},
+};
 
-// A test is a plain function, so its number is a template parameter, of all kernels' properties in
-// a row.
-constexpr int kRoom = 6;  // for this many kernels of a precision
-template <class X, int I = 0>
+template <class X>
+void check_property(const Property<X>& property, const AttentionKernel<X>& kernel) {
+    const int sm = gpu().sm;
+    if (!kernel.runs_on(gpu()))
+        SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, sm);
+    if (property.needs_fp32 && !kernel.supports.pieces)
+        SKIP("%s takes whole sequences only", kernel.name);
+    property.check(kernel);
+}
+
+// Their names are such as "flash_bf16 bf16 accuracy".
+template <class X>
 void add_tests() {
-    constexpr int number = I / std::size(kProperties<X>);
-    constexpr int which = I % std::size(kProperties<X>);
-    if (number == attention_kernels<X>().count)
-        return;
-    if constexpr (number < kRoom) {
-        static const std::string name =
-            format("%s %s %s", attention_kernels<X>().begin[number].name, name_of(dtype_of<X>()),
-                   kProperties<X>[which].name);
-        const auto run = [] {
-            const AttentionKernel<X>& kernel = attention_kernels<X>().begin[number];
-            const Property<X>& property = kProperties<X>[which];
-            const int sm = gpu().sm;
-            if (!kernel.runs_on(gpu()))
-                SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, sm);
-            if (property.needs_fp32 && !kernel.supports.pieces)
-                SKIP("%s takes whole sequences only", kernel.name);
-            property.check(kernel);
-        };
-        test::cases().push_back({name.c_str(), run});
-        add_tests<X, I + 1>();
-    } else
-        throw Error("test_attention: more kernels than tests, raise kRoom");
+    const AttentionKernels<X> kernels = attention_kernels<X>();
+    for (int i = 0; i < kernels.count; i++)
+        for (const Property<X>& property : kProperties<X>) {
+            const AttentionKernel<X>& kernel = kernels.begin[i];
+            const std::string name =
+                format("%s %s %s", kernel.name, name_of(dtype_of<X>()), property.name);
+            test::cases().push_back({name, [&] { check_property(property, kernel); }});
+        }
 }
 
 TEST_LIMIT(600);  // references of long sequences take long

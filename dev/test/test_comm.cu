@@ -1,6 +1,6 @@
-// Tests the collectives over NCCL, with a forked process for each GPU. It tests values, streams,
-// CUDA graphs and rings. On a machine with one GPU two ranks share it. Needs NCCL. dev/test_program
-// has a rank that dies while the others' GPUs wait for it.
+// Tests the collectives over NCCL, with a forked process for each GPU: values, the order of
+// streams, CUDA graphs and rings. On a machine with one GPU two ranks share it. Needs NCCL.
+// dev/test_program tests a rank that dies while the others' GPUs wait for it.
 //
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 using Floats = Tensor<Cuda, float>;
 using Body = std::function<void(const Cuda&, NcclComm&)>;
 
-// A separate process asks, because CUDA does not survive a fork.
+// The number of GPUs. A separate process counts them, because CUDA does not survive a fork.
 int gpus() {
     static const int count = [] {
         Processes one;
@@ -29,8 +29,8 @@ int gpus() {
     return count;
 }
 
-// Jobs of two and of four ranks, which must all end well. Each has a GPU, or two share the only
-// one. NCCL refuses that on one machine, so it is told that they are on two.
+// Runs jobs of two and of four ranks, which must all end well. Each rank has a GPU, or two share
+// the only one. NCCL refuses that on one machine, so it is told that they are on two.
 void on_gpus(const Body& body) {
     if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL"))
         SKIP("built without NCCL");
@@ -67,6 +67,7 @@ std::vector<double> elements(size_t n, F x) {
         all.push_back(x(i));
     return all;
 }
+
 // A rank's elements are integers, so that sums are exact in any order.
 double value(int rank, size_t i) {
     return (i * 7 + rank * 13) % 101;
@@ -78,8 +79,24 @@ double sum_of_values(int size, int first_rank, size_t i) {
     return sum;
 }
 
-void copy(const Cuda& dev, float* to, const float* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dev.stream));
+// These sums round. If ranks that each update all parameters got different bits, they would drift
+// apart.
+void check_sums_have_the_same_bits(const Cuda& dev, NcclComm& comm, size_t n) {
+    uint64_t first_bits = 0;
+    for (int run = 0; run < 3; run++) {
+        Floats x(dev, elements(n, [&](size_t i) { return 1.f / (3.f + value(comm.rank, i)); }));
+        comm.fork();
+        comm.all_reduce(x.ptr, n);
+        comm.join();
+
+        const std::vector<double> sum = x.values();
+        const uint64_t bits = checksum64(sum.data(), n * sizeof(double));
+        if (run == 0)
+            first_bits = bits;
+        CHECK(bits == first_bits);
+        for (uint64_t bits_of_rank : all_gather_values(comm, bits))
+            CHECK(bits_of_rank == bits);
+    }
 }
 
 }  // namespace
@@ -93,16 +110,19 @@ TEST(nccl_collectives) {
         const auto mine = [=](size_t i) { return value(rank, i); };
         for (const size_t n : {4, 1000, 1 << 20}) {
             const auto sent_by = [=](int r) { return n / (1 + r % 2); };
+
             Floats reduced(dev, elements(n, mine));
             Floats parts(dev, elements(size * n, mine));
             Floats own(dev, n);
-            Floats all(dev, elements(size * n, [=](size_t i) {
-                           return i / n == size_t(rank) ? mine(i) : NAN;
-                       }));
+            const auto mine_or_nan = [=](size_t i) {
+                return i / n == size_t(rank) ? mine(i) : NAN;
+            };
+            Floats all(dev, elements(size * n, mine_or_nan));
             Floats sent(dev, elements(n, mine));
             Floats got(dev, std::vector<double>(n, -1));
             Floats first(dev, elements(n, mine));
             Floats passed_on(dev, elements(n, mine));
+
             comm.fork();
             comm.group([&] {
                 comm.all_reduce(reduced.ptr, n);
@@ -116,47 +136,35 @@ TEST(nccl_collectives) {
             if (rank == 1)
                 comm.recv(0, passed_on.ptr, n * sizeof(float));
             comm.join();
+
+            const auto of_all = [=](size_t i) { return value(static_cast<int>(i / n), i % n); };
+            const auto of_first = [](size_t i) { return value(0, i); };
+            const auto sum = [=](size_t i) { return sum_of_values(size, 0, i); };
+            const auto own_sum = [=](size_t i) { return sum_of_values(size, 0, rank * n + i); };
+            const auto received = [=](size_t i) {
+                return i < sent_by(before) ? value(before, i) : -1;
+            };
+            CHECK(first.values() == elements(n, of_first));
+            CHECK(passed_on.values() == (rank == 1 ? elements(n, of_first) : elements(n, mine)));
+            CHECK(reduced.values() == elements(n, sum));
+            CHECK(own.values() == elements(n, own_sum));
+            CHECK(all.values() == elements(size * n, of_all));
+            CHECK(got.values() == elements(n, received));
+
             std::vector<float> host(size * n, -1);
             for (size_t i = 0; i < n; i++)
                 host[rank * n + i] = static_cast<float>(mine(i));
             comm.host_all_gather(host.data(), n * sizeof(float));
             for (size_t i = 0; i < host.size(); i++)
-                CHECK(host[i] == value(static_cast<int>(i / n), i % n));
-            CHECK(first.values() == elements(n, [](size_t i) { return value(0, i); }));
-            CHECK(passed_on.values() ==
-                  elements(n, [=](size_t i) { return value(rank == 1 ? 0 : rank, i); }));
-            CHECK(reduced.values() ==
-                  elements(n, [=](size_t i) { return sum_of_values(size, 0, i); }));
-            CHECK(own.values() ==
-                  elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
-            CHECK(all.values() ==
-                  elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
-            CHECK(got.values() == elements(n, [=](size_t i) {
-                      return i < sent_by(before) ? value(before, i) : -1;
-                  }));
+                CHECK(host[i] == of_all(i));
 
-            // These sums round. If ranks that each update all parameters got different bits, they
-            // would drift apart.
-            uint64_t first_bits = 0;
-            for (int again = 0; again < 3; again++) {
-                Floats x(dev, elements(n, [=](size_t i) { return 1.f / (3.f + mine(i)); }));
-                comm.fork();
-                comm.all_reduce(x.ptr, n);
-                comm.join();
-                const std::vector<double> sum = x.values();
-                const uint64_t bits = checksum64(sum.data(), n * sizeof(double));
-                if (again == 0)
-                    first_bits = bits;
-                CHECK(bits == first_bits);
-                for (uint64_t of_rank : all_gather_values(comm, bits))
-                    CHECK(of_rank == bits);
-            }
+            check_sums_have_the_same_bits(dev, comm, n);
         }
     });
 }
 
-// The order of streams. The sums are of what the device wrote before fork(), and it reads them
-// after join(). The same happens in a CUDA graph, replayed, with calls outside the graph in
+// The order of streams: sums are of what the device wrote before fork(), and the device reads them
+// after join(). The same holds in a CUDA graph that is replayed, with calls outside the graph in
 // between.
 TEST(nccl_in_a_graph) {
     on_gpus([](const Cuda& dev, NcclComm& comm) {
@@ -169,20 +177,21 @@ TEST(nccl_in_a_graph) {
         for (int step = 0; step < 5; step++) {
             const Floats values(dev,
                                 elements(n, [&](size_t i) { return value(comm.rank + step, i); }));
-            copy(dev, from.ptr, values.ptr, bytes);
+            dev.copy(from.ptr, values.ptr, bytes);
             dev.sync();
             graph.run(dev, [&] {
-                copy(dev, x.ptr, from.ptr, bytes);
+                dev.copy(x.ptr, from.ptr, bytes);
                 for (int bucket = 0; bucket < 4; bucket++) {
                     comm.fork();
                     comm.all_reduce(x.ptr + bucket * n / 4, n / 4);
                 }
                 comm.join();
-                copy(dev, y.ptr, x.ptr, bytes);
+                dev.copy(y.ptr, x.ptr, bytes);
             });
             comm.fork();
             comm.all_reduce(x.ptr, n);
             comm.join();
+
             const auto sum = [&](size_t i) { return sum_of_values(comm.size, step, i); };
             CHECK(y.values() == elements(n, sum));
             CHECK(x.values() == elements(n, [&](size_t i) { return comm.size * sum(i); }));
@@ -190,15 +199,16 @@ TEST(nccl_in_a_graph) {
     });
 }
 
-// All ranks in a ring, and two groups of two ranks side by side.
+// All ranks in a ring, and pairs of ranks in rings of their own at the same time.
 TEST(nccl_ring) {
     on_gpus([](const Cuda& dev, NcclComm& comm) {
-        NcclComm pair(comm, comm.rank / 2 * 2, 2);
+        NcclComm pair(comm, (comm.rank / 2) * 2, 2);
         for (NcclComm* ring : {&comm, &pair}) {
             const int T = 2 * ring->size * 100;
-            check_ring<float>(dev, *ring, {2, T, T, 2, 64, true, 0.2f});
-            check_ring<bf16>(dev, *ring, {2, T, T, 2, 64, true, 0.2f});
-            check_ring<bf16>(dev, *ring, {1, T, T, 1, 128}, 3);
+            const AttentionShape s = scaled(0.2f, whole(2, T, 2, 64));
+            check_ring<float>(dev, *ring, s);
+            check_ring<bf16>(dev, *ring, s);
+            check_ring<bf16>(dev, *ring, whole(1, T, 1, 128), {.q_sigma = 3});
         }
     });
 }
