@@ -4,9 +4,15 @@
 
 #include "dev/test/program.h"
 
-// V is the program's byte vocabulary, so that it can write samples.
-constexpr int kPositions = 24, V = 257, Vp = 264, L = 2, NH = 2, C = 32, HS = C / NH, T = 16;
-constexpr int kEnd = 256;  // <|endoftext|>. A letter's token is its distance from '!'
+constexpr int kPositions = 24;
+constexpr int V = 257;  // the program's byte vocabulary, so that it can write samples
+constexpr int Vp = 264;
+constexpr int L = 2;
+constexpr int NH = 2;
+constexpr int C = 32;
+constexpr int HS = C / NH;
+constexpr int T = 16;
+constexpr int kEnd = 256;  // <|endoftext|>. The token of a letter is its distance from '!'
 
 // llm.c's sixteen tensors, in its file order.
 struct TensorInFile {
@@ -53,18 +59,23 @@ enum {
     LNFB
 };
 inline const std::vector<TensorInFile> kTensors = tensors_in_file(kPositions, Vp, L, C);
-inline size_t offset_of(int tensor, int layer = 0) {
-    size_t at = 0;
-    for (int t = 0; t < tensor; t++)
-        at += kTensors[t].size * kTensors[t].layers;
-    return tensor < 16 ? at + kTensors[tensor].size * layer : at;
-}
-inline const size_t kParameters = offset_of(16);
 
-// The weights are large enough that windows differ in loss and gradients are clipped. Only letters
-// are likely, so that samples can be read back. `end` says how likely the end of a text is. None is
-// zero, because a step would change that at any rate.
-constexpr double kEndOften = 0.4, kNoEnd = -5;
+inline size_t elements_before(int tensor) {
+    size_t elements = 0;
+    for (int t = 0; t < tensor; t++)
+        elements += kTensors[t].size * kTensors[t].layers;
+    return elements;
+}
+inline size_t offset_of(int tensor, int layer = 0) {
+    return elements_before(tensor) + kTensors[tensor].size * layer;
+}
+inline const size_t kParameters = elements_before(16);
+
+// The weights are so large that windows differ in loss and gradients are clipped. Only letters are
+// likely, so that samples can be read back. `end` says how likely the end of a text is. No weight
+// is zero, because every step changes a zero.
+constexpr double kEndOften = 0.4;
+constexpr double kNoEnd = -5;
 inline std::vector<float> make_weights(double end) {
     std::vector<float> p;
     std::mt19937_64 random(11);
@@ -74,15 +85,22 @@ inline std::vector<float> make_weights(double end) {
     for (int t : {LN1W, LN2W, LNFW})
         for (size_t i = 0; i < kTensors[t].size * kTensors[t].layers; i++)
             p[offset_of(t) + i] += 1;
+
     // a channel that says how likely each token is
     p[offset_of(LNFW)] = 1e-6f;
     p[offset_of(LNFB)] = 4;
     for (int v = 0; v < Vp; v++) {
-        const int letter = (v + '!') | 32;
-        p[v * C] = static_cast<float>(letter >= 'a' && letter <= 'z' ? 1e-6 : v == kEnd ? end : -5);
+        const int lower_case = (v + '!') | 32;
+        double likely = -5;
+        if (lower_case >= 'a' && lower_case <= 'z')
+            likely = 1e-6;
+        else if (v == kEnd)
+            likely = end;
+        p[v * C] = static_cast<float>(likely);
     }
     return p;
 }
+
 inline std::string model_header(int version, int NH = ::NH, int V = ::V) {
     return header_of({20240326, version, kPositions, V, L, NH, C, Vp});
 }
@@ -98,9 +116,15 @@ inline std::string model_file(double end) {
 inline std::vector<int> make_tokens(int n, int seed) {
     std::vector<int> tokens;
     std::mt19937_64 random(seed);
-    for (int i = 0, at = 0; i < n; i++) {
-        at = random() % 10 < 7 ? (at * 5 + 3) % 26 : random() % 26;
-        tokens.push_back(random() % 12 == 0 ? kEnd : (random() % 2 ? 'A' : 'a') - '!' + at);
+    int letter = 0;
+    for (int i = 0; i < n; i++) {
+        letter = random() % 10 < 7 ? (letter * 5 + 3) % 26 : random() % 26;
+        if (random() % 12 == 0) {
+            tokens.push_back(kEnd);
+        } else {
+            const char first = random() % 2 ? 'A' : 'a';
+            tokens.push_back(first - '!' + letter);
+        }
     }
     return tokens;
 }
