@@ -63,6 +63,7 @@ struct Bench {
         };
         return slowest(cool_ms(dev, launch, max_rest));
     }
+
     template <class Work>
     Figures measure(Work work) const {
         const double start = cool_together([] {});  // the collective's own time
@@ -89,6 +90,7 @@ struct Bench {
         };
         return {measure(forward), measure(both)};
     }
+
     template <class Through>
     Passes time_ring(Through& through) const {
         const AttentionShape own = {.B = 1, .Tq = tokens, .Tk = tokens, .NH = NH, .HS = HS};
@@ -97,6 +99,7 @@ struct Bench {
         ring.start(memory.get(), &through);
         return time(ring, tokens);
     }
+
     Figures time_hop() const {
         const size_t n = size_t(tokens) * 2 * NH * HS;
         const DeviceMemory memory = random_memory(dev, 2 * n * sizeof(bf16));
@@ -139,6 +142,7 @@ static void run_bench(const Bench& b) {
         row.add("tokens_per_gpu", b.tokens);
         row.add("NH", b.NH);
         row.add("HS", b.HS);
+
         std::printf("  %-16s", name);
         const auto show = [&](const char* what, const std::string& field, const Figures& ms) {
             std::printf("  %s %.3f/%.3f (%.1f/%.1f %%)", what, ms.cool, ms.sustained,

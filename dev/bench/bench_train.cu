@@ -414,8 +414,8 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, const Bat
     const double step_ms = first.ms_until(last) / kSteps;
 
     std::printf(
-        "\n%s %s B=%d T=%d, sustained: a step of %.2f ms; for comparison %.0f TFLOP/s (GEMM of %d³), "
-        "%.2f TB/s (copy)\n",
+        "\n%s %s B=%d T=%d, sustained: a step of %.2f ms; for comparison %.0f TFLOP/s (GEMM of "
+        "%d³), %.2f TB/s (copy)\n",
         o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev),
         copy.sustained * 1e-12);
     std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step",

@@ -43,7 +43,7 @@
 #pragma nv_diag_suppress 177
 #endif
 
-__device__ inline float to_float(__half x) {  // the fp16 one beside those of cuda/vector.cuh
+__device__ inline float to_float(__half x) {  // as those of cuda/vector.cuh
     return __half2float(x);
 }
 
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
         }
 
         __half2 product[M][HS / 8][2] = {};  // for pv16tile, P V of the tile
-        // a k-step's MMAs beside the next one's exponentials
+        // the MMAs of a k-step overlap the exponentials of the next
         for (int kk = 0; kk < Bc / 16; kk++) {
             uint32_t a[M][4];  // columns [16·kk, 16·kk + 16) of P
             for (int i = 0; i < M; i++)

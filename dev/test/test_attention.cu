@@ -147,10 +147,13 @@ using TensorNorms = std::array<Norms, kTensors>;
 template <class X>
 struct Problem {
     Case c;
-    std::array<std::vector<X>, 4> in = {};  // q, k, v and dout, (B, Tk, NH, HS)
+    std::array<std::vector<X>, 4> inputs = {};  // q, k, v and dout, (B, Tk, NH, HS)
     Result ref = {};
     std::array<double, kTensors> tiny = {};         // of the rule in dev/common/bounds.h
     mutable std::optional<TensorNorms> naive = {};  // naive's errors
+
+    std::vector<X>& input(int tensor) { return inputs[tensor - Q]; }
+    const std::vector<X>& input(int tensor) const { return inputs[tensor - Q]; }
 };
 
 // Of got - want. NaN if any difference is NaN.
@@ -324,7 +327,7 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
         if (part == 2)
             continue;
         const float x = logit_factor(p.c, part == 1, token % T, uniform(rng));
-        X* const head = &p.in[part][(size_t(token) * s.NH + h) * s.HS];
+        X* const head = &p.input(Q + part)[(size_t(token) * s.NH + h) * s.HS];
         for (int d = 0; d < s.HS; d++)
             head[d] = static_cast<X>(a * (x * w[h * s.HS + d] + noise * normal(rng)));
     }
@@ -340,13 +343,15 @@ void make_tail(Problem<X>& p) {
     for (int row = 0; row < s.B * s.Tk * s.NH; row++) {
         const int t = (row / s.NH) % s.Tk;
         const bool in_tail = t < s.Tk - 128;
-        X* const key = &p.in[1][size_t(row) * s.HS];
+        X* const query = &p.input(Q)[size_t(row) * s.HS];
+        X* const key = &p.input(K)[size_t(row) * s.HS];
+        X* const value = &p.input(V)[size_t(row) * s.HS];
         if (in_tail) {
             std::fill_n(key, s.HS, static_cast<X>(0.f));
-            std::fill_n(&p.in[2][size_t(row) * s.HS], s.HS, static_cast<X>(0.f));
+            std::fill_n(value, s.HS, static_cast<X>(0.f));
         }
         key[0] = static_cast<X>(in_tail ? k : 0.f);
-        p.in[0][size_t(row) * s.HS] = static_cast<X>(q);
+        query[0] = static_cast<X>(q);
     }
 }
 
@@ -364,16 +369,16 @@ Problem<X> inputs_of(const Case& c) {
     std::normal_distribution<float> normal;
 
     Problem<X> p{c};
-    for (auto& x : p.in)
+    for (auto& x : p.inputs)
         x.resize(s.B * T * C);
     for (size_t i = 0; i < s.B * T * 3 * C; i++) {  // of (B, T, 3, NH, HS)
         const size_t part = (i / C) % 3;
         const size_t token = i / C / 3;
         const bool early = c.input == Input::early_keys && part == 1 && token % T < 32;
         const float x = (normal(rng) + input.shift[part]) * input.factor[part];
-        p.in[part][token * C + i % C] = static_cast<X>(early ? 60.f * x : x);
+        p.inputs[part][token * C + i % C] = static_cast<X>(early ? 60.f * x : x);
     }
-    for (X& x : p.in[3])
+    for (X& x : p.input(Dout))
         x = static_cast<X>((normal(rng) + input.shift[3]) * input.factor[3]);
 
     if (c.logit != 0)
@@ -384,7 +389,7 @@ Problem<X> inputs_of(const Case& c) {
     for (size_t row = 0; row < s.B * T; row++) {
         const bool is_query = row % T >= T - s.Tq;
         if (!is_query)
-            std::fill_n(&p.in[3][row * C], C, static_cast<X>(0.f));
+            std::fill_n(&p.input(Dout)[row * C], C, static_cast<X>(0.f));
     }
     return p;
 }
@@ -395,17 +400,17 @@ template <class X>
 std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const AttentionShape& s = p.c.shape;
     const int T = s.Tk;
-    const auto largest = [&](int i) {  // the largest element, and the largest norm of a row
-        const std::vector<double> x(p.in[i].begin(), p.in[i].end());
-        Norms of{.max = norms(x).max};
+    const auto largest = [&](int tensor) {  // the largest element, and the largest norm of a row
+        const std::vector<double> x(p.input(tensor).begin(), p.input(tensor).end());
+        Norms norm{.max = norms(x).max};
         for (size_t row = 0; row < x.size(); row += s.HS)
-            of.l2 = std::max(of.l2, norms({x.begin() + row, x.begin() + row + s.HS}).l2);
-        return of;
+            norm.l2 = std::max(norm.l2, norms({x.begin() + row, x.begin() + row + s.HS}).l2);
+        return norm;
     };
-    const Norms q = largest(0);
-    const Norms k = largest(1);
-    const Norms v = largest(2);
-    const Norms d_o = largest(3);
+    const Norms q = largest(Q);
+    const Norms k = largest(K);
+    const Norms v = largest(V);
+    const Norms d_o = largest(Dout);
     const double scale = s.resolved_scale();
     const double dP = d_o.l2 * v.l2;
     const double S = scale * q.l2 * k.l2;
@@ -451,7 +456,7 @@ Result reference_result(const Problem<X>& p) {
     std::vector<double> lse(layout.stats_room());
     std::vector<double> dqkv(qkv.size());
     for (int i : {Q, K, V, Dout})
-        layout.store(i, i == Dout ? dout.data() : qkv.data(), p.in[i - Q]);
+        layout.store(i, i == Dout ? dout.data() : qkv.data(), p.input(i));
 
     static const Cpu cpu;
     attention_forward(cpu, layout.forward<double>(all, qkv.data(), out.data(), lse.data()));
@@ -517,7 +522,7 @@ struct Run {
         std::vector<X> qkvs(3 * layout.room(), static_cast<X>(NAN));
         std::vector<X> douts(layout.room(), static_cast<X>(NAN));
         for (int i : {Q, K, V, Dout})
-            layout.store(i, i == Dout ? douts.data() : qkvs.data(), p.in[i - Q]);
+            layout.store(i, i == Dout ? douts.data() : qkvs.data(), p.input(i));
         upload(qkv, qkvs);
         upload(dout, douts);
     }
@@ -896,7 +901,7 @@ void zeros(const AttentionKernel<X>& kernel) {
     constexpr int T = 130;
     for (int HS : {64, 128}) {
         Problem<X> p = inputs_of<X>({whole(2, T, 3, HS)});
-        for (std::vector<X>& x : p.in)
+        for (std::vector<X>& x : p.inputs)
             std::fill(x.begin(), x.end(), static_cast<X>(0.f));
         const Result got = run(kernel, p);
         for (int i : {Out, Dq, Dk, Dv})
@@ -992,7 +997,7 @@ void one_nan(const AttentionKernel<X>& kernel) {
                 const AttentionShape& s = p.c.shape;
                 const Result clean = run(kernel, p);
                 const size_t head = (kNan.b * kNanTokens + kNan.t) * s.NH + kNan.h;
-                p.in[input][head * HS + kNan.d] = static_cast<X>(NAN);
+                p.inputs[input][head * HS + kNan.d] = static_cast<X>(NAN);
                 const Result got = run(kernel, p);
 
                 const auto& [name, reach] = kNanReach[input];
@@ -1234,7 +1239,7 @@ void check_copies(const AttentionKernel<X>& kernel, const AttentionShape& one, i
     const Problem<X>& p = problem<X>({one});
     AttentionShape all = one;
     all.B = copies;
-    const size_t tensors = 8 * copies * p.in[0].size() * sizeof(X);
+    const size_t tensors = 8 * copies * p.input(Q).size() * sizeof(X);
     const size_t bytes = tensors + kernel.saved_bytes(all) + kernel.scratch_bytes(all);
     if (bytes > gpu().total_bytes / 10 * 8)
         SKIP("needs %.0f GiB of device memory", static_cast<double>(bytes) / (1 << 30));
