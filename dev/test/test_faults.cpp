@@ -1,7 +1,9 @@
-// Faults. An operation on a file of a run fails, is cut short or is the last one, whichever it is.
-// The run that is then resumed has the same bytes as one that nothing disturbed. Also two gates of
-// deterministic training: a run repeats itself, and it restarts and replays. (The third, the
-// baseline, is in dev/test_recipe.) Includes the program itself.
+// Faults: one operation on a run's files fails, is cut short, or is the last thing that the process
+// does, for every operation in turn. A run that is resumed after it must write the same bytes as
+// one that nothing disturbed.
+//
+// Two gates of deterministic training are here too: a run repeats itself, and it restarts and
+// replays. The third, the baseline, is in dev/test_recipe. This file includes the program itself.
 #include <dlfcn.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -22,68 +24,91 @@ extern const char built_from[] = "unknown dirty";
 
 namespace {
 
-// What follows an operation is what goes before the next. kInterrupted: by a signal, once.
-enum Fault { kNone, kDiesBefore, kDiesInside, kPowerCut, kShort, kNoSpace, kInterrupted, kFaults };
+// -------------------------------------------------------------------------------------------------
+// Faults in the C library's operations on files
+
+enum Fault {
+    kNone,
+    kDiesBefore,   // the process is killed before the operation
+    kDiesInside,   // and in the middle of a write
+    kPowerCut,     // what is not synced is lost, too
+    kShort,        // half of a write is done
+    kNoSpace,      // half of a write is done, and every other operation fails with ENOSPC
+    kInterrupted,  // by a signal, once
+    kFaults
+};
 
 // Operations on files of `folder` are counted, in any thread. It is "" in the test itself.
 std::string folder;
 int fault_at = -1;
 Fault fault = kNone;
 bool no_threads = false;  // as where a user's or a container's limit is reached
+
+// Shared with the child processes, in which the operations happen.
 struct Counted {
     std::atomic<int> operations;
     const char* names[1000];
-}* const counted = static_cast<Counted*>(
+};
+Counted* const counted = static_cast<Counted*>(
     mmap(nullptr, sizeof(Counted), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
 
 #define REAL(name) reinterpret_cast<decltype(&::name)>(dlsym(RTLD_NEXT, #name))
 
-// What a power cut takes back: what was written to a file and not synced, and a new name in a
-// directory that was not.
+// What a power cut takes back: what was written to a file that was not synced since, and a new name
+// in a folder that was not synced since.
 struct Unsynced {
     int fd;
     off_t synced_bytes;
 };
 std::mutex guard;
 std::map<ino_t, Unsynced> unsynced;          // by inode
-std::map<std::string, std::string> renamed;  // to, from
+std::map<std::string, std::string> renamed;  // from the new name to the old
+
 std::string path_of(int fd) {
+    if (folder.empty())
+        return "";
     char path[PATH_MAX] = "";
-    if (!folder.empty() &&
-        readlink(format("/proc/self/fd/%d", fd).c_str(), path, sizeof path - 1) < 0)
+    if (readlink(format("/proc/self/fd/%d", fd).c_str(), path, sizeof path - 1) < 0)
         return "";
     return path;
 }
-ino_t inode_of(int fd) {
-    struct stat info;
-    return REAL(fstat)(fd, &info) ? 0 : info.st_ino;
+
+struct stat info_of(int fd) {
+    struct stat info = {};
+    if (REAL(fstat)(fd, &info))
+        info.st_ino = 0;
+    return info;
 }
-int written(int fd) {
+
+// Before a write.
+void mark_unsynced(int fd) {
     const std::lock_guard<std::mutex> lock(guard);
     const std::string path = path_of(fd);
-    const bool is_kept = contains(path, ".bin") || contains(path, "log.jsonl");
-    if (is_kept && !unsynced.count(inode_of(fd))) {
-        struct stat info;
-        if (REAL(fstat)(fd, &info))
-            _exit(99);
-        unsynced[inode_of(fd)] = {dup(fd), info.st_size};
-    }
-    return fd;
+    if (!contains(path, ".bin") && !contains(path, "log.jsonl"))
+        return;
+
+    const struct stat info = info_of(fd);
+    if (info.st_ino == 0)
+        _exit(99);
+    if (!unsynced.count(info.st_ino))
+        unsynced[info.st_ino] = {dup(fd), info.st_size};
 }
-int synced(int fd) {
+
+void mark_synced(int fd) {
     const std::lock_guard<std::mutex> lock(guard);
-    unsynced.erase(inode_of(fd));
+    unsynced.erase(info_of(fd).st_ino);
     if (path_of(fd) == folder)
         renamed.clear();
-    return 0;
 }
-const char* named(const char* from, const char* to) {
+
+// Before a file is renamed. A file that is replaced has its old content or its new one after a
+// power cut, and both are tried by killing the process before and after.
+void mark_renamed(const char* from, const char* to) {
     const std::lock_guard<std::mutex> lock(guard);
-    // else there is the old file or the new one
     if (!folder.empty() && !exists(to))
         renamed[to] = from;
-    return to;
 }
+
 // Keeps the lock, so that no other thread saves anything before the process is dead.
 void cut_power() {
     guard.lock();
@@ -93,67 +118,131 @@ void cut_power() {
     for (const auto& [to, from] : renamed)
         REAL(rename)(to.c_str(), from.c_str());
 }
+
 void die() {
     kill(getpid(), SIGKILL);
     pause();
 }
 
-// `act` does an operation, or half of a write.
-template <class Result, class Act>
-Result operation(const char* name, const std::string& path, Act act) {
-    if (folder.empty() || path.compare(0, folder.size(), folder))
-        return act(false);
+// Does an operation, unless its fault is due. `act_half` does half of it, if that is possible.
+// Several threads write, so a fault that is meant for a write may now and then meet another
+// operation.
+template <class Result>
+Result operation(const char* name, const std::string& path, const std::function<Result()>& act,
+                 std::function<Result()> act_half = nullptr) {
+    const bool is_counted = !folder.empty() && path.compare(0, folder.size(), folder) == 0;
+    if (!is_counted)
+        return act();
+
+    const bool is_write = act_half != nullptr;
+    if (!is_write)
+        act_half = act;
     const int n = counted->operations++;
     counted->names[std::min(n, 999)] = name;
-    const Fault now = n == fault_at ? fault : kNone;
-    if (now == kPowerCut)
-        cut_power();
-    if (now == kPowerCut || now == kDiesBefore)
+    const Fault due = n == fault_at ? fault : kNone;
+    if (due == kDiesBefore)
         die();
-    if (now == kNoSpace && contains(name, "write"))
-        act(true);  // the disk takes a part and is full
-    if (now == kNoSpace || now == kInterrupted) {
-        errno = now == kNoSpace ? ENOSPC : EINTR;
+    if (due == kDiesInside) {
+        act_half();
+        die();
+    }
+    if (due == kPowerCut) {
+        cut_power();
+        die();
+    }
+    if (due == kShort)
+        return act_half();
+    if (due == kNoSpace) {
+        if (is_write)
+            act_half();  // the disk takes a part and is full
+        errno = ENOSPC;
         return -1;
     }
-    const Result result = act(now == kDiesInside || now == kShort);
-    if (now == kDiesInside)
-        die();
-    return result;
+    if (due == kInterrupted) {
+        errno = EINTR;
+        return -1;
+    }
+    return act();
 }
 
 }  // namespace
 
 // The program calls these instead of the C library's.
-#define COUNTED(Result, name, parameters, path, ...)                                           \
-    Result name parameters {                                                                   \
-        return operation<Result>(                                                              \
-            #name, path, [&]([[maybe_unused]] bool half) { return REAL(name)(__VA_ARGS__); }); \
-    }
 extern "C" {
-int fsync(int fd) {  // of which nothing is left but its mark, because real ones take a minute
-    return operation<int>("fsync", path_of(fd), [&](bool) { return synced(fd); });
-}
+
 int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*start)(void*),
                    void* argument) {
     return no_threads ? EAGAIN : REAL(pthread_create)(thread, attributes, start, argument);
 }
-COUNTED(int, open, (const char* path, int flags, ...), path, path, flags, 0666)
-COUNTED(ssize_t, write, (int fd, const void* p, size_t n), path_of(fd), written(fd), p,
-        half ? n / 2 : n)
-COUNTED(ssize_t, pwrite, (int fd, const void* p, size_t n, off_t at), path_of(fd), written(fd), p,
-        half ? n / 2 : n, at)
-COUNTED(int, rename, (const char* from, const char* to) noexcept, to, from, named(from, to))
-COUNTED(int, unlink, (const char* path) noexcept, path, path)
-COUNTED(int, close, (int fd), path_of(fd), fd)
-COUNTED(int, fstat, (int fd, struct stat* info) noexcept, path_of(fd), fd, info)
-COUNTED(int, ftruncate, (int fd, off_t length) noexcept, path_of(fd), fd, length)
-COUNTED(int, flock, (int fd, int how) noexcept, path_of(fd), fd, how)
+
+int open(const char* path, int flags, ...) {
+    return operation<int>("open", path, [&] { return REAL(open)(path, flags, 0666); });
 }
+
+ssize_t write(int fd, const void* data, size_t bytes) {
+    const auto write_part = [=](size_t part) {
+        mark_unsynced(fd);
+        return REAL(write)(fd, data, part);
+    };
+    return operation<ssize_t>(
+        "write", path_of(fd), [=] { return write_part(bytes); },
+        [=] { return write_part(bytes / 2); });
+}
+
+ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) {
+    const auto write_part = [=](size_t part) {
+        mark_unsynced(fd);
+        return REAL(pwrite)(fd, data, part, at);
+    };
+    return operation<ssize_t>(
+        "pwrite", path_of(fd), [=] { return write_part(bytes); },
+        [=] { return write_part(bytes / 2); });
+}
+
+// Only marks the file as synced: real ones would take a minute.
+int fsync(int fd) {
+    return operation<int>("fsync", path_of(fd), [=] {
+        mark_synced(fd);
+        return 0;
+    });
+}
+
+int rename(const char* from, const char* to) noexcept {
+    return operation<int>("rename", to, [=] {
+        mark_renamed(from, to);
+        return REAL(rename)(from, to);
+    });
+}
+
+int unlink(const char* path) noexcept {
+    return operation<int>("unlink", path, [=] { return REAL(unlink)(path); });
+}
+
+int close(int fd) {
+    return operation<int>("close", path_of(fd), [=] { return REAL(close)(fd); });
+}
+
+int fstat(int fd, struct stat* info) noexcept {
+    return operation<int>("fstat", path_of(fd), [=] { return REAL(fstat)(fd, info); });
+}
+
+int ftruncate(int fd, off_t length) noexcept {
+    return operation<int>("ftruncate", path_of(fd), [=] { return REAL(ftruncate)(fd, length); });
+}
+
+int flock(int fd, int how) noexcept {
+    return operation<int>("flock", path_of(fd), [=] { return REAL(flock)(fd, how); });
+}
+
+}  // extern "C"
 
 namespace {
 
-constexpr int kSteps = 5;  // with a checkpoint of steps 2, 4 and 5, of which one is kept
+// -------------------------------------------------------------------------------------------------
+// Runs
+
+constexpr int kSteps = 5;  // with a checkpoint at steps 2, 4 and 5, of which one is kept
+
 std::string options(const std::string& out) {
     static const std::string shard = write_shard(dir() + "/shard.bin", make_tokens(22 * 16 + 1, 1));
     return format(
@@ -161,125 +250,181 @@ std::string options(const std::string& out) {
         "5 -o %s ",
         model_file(kEndOften).c_str(), shard.c_str(), kSteps, out.c_str());
 }
-// Runs the program in a process, with a fault in operation `at` on a file below `out`. Several
-// ranks are its threads.
-Result train(const std::string& options, int ranks = 1, const std::string& out = "", int at = -1,
-             Fault kind = kNone) {
+
+// A fault in operation `at` on a file whose path begins with `folder`.
+struct FaultAt {
+    std::string folder;
+    int at = -1;
+    Fault kind = kNone;
+};
+
+// Runs the program in a child process. Several ranks are its threads.
+Result train(const std::string& options, int ranks = 1, const FaultAt& due = {}) {
+    const std::string several = ranks > 1 ? format(" --gpus %d", ranks) : "";
+    std::istringstream rest(given_once(options + several));
+    std::vector<std::string> words = {"train_gpt2cu"};
+    for (std::string word; rest >> word;)
+        words.push_back(word);
+    std::vector<char*> argv;
+    for (std::string& word : words)
+        argv.push_back(word.data());
+    const int argc = static_cast<int>(argv.size());
+
     Processes process;
     counted->operations = 0;
     process.start([&] {
-        std::vector<std::string> words = {"train_gpt2cu"};
-        std::istringstream rest(
-            given_once(options + (ranks > 1 ? format(" --gpus %d", ranks) : "")));
-        for (std::string word; rest >> word;)
-            words.push_back(word);
-        std::vector<char*> argv;
-        for (std::string& word : words)
-            argv.push_back(word.data());
-        folder = out;
-        fault_at = at;
-        fault = kind;
-        const int argc = static_cast<int>(argv.size());
+        folder = due.folder;
+        fault_at = due.at;
+        fault = due.kind;
         return ranks > 1 ? train_on_threads(argc, argv.data()) : train_main(argc, argv.data());
     });
     const std::vector<int> codes = process.wait();
     return {codes[0], process.text()};
 }
 
-// What a run leaves: its last model and state, and of each line of its log the step and how many
-// rows are in it.
+// What a run leaves: its last model and state, and of each line of its log the step, the gradient's
+// norm, and how many rows the line has.
 std::string content(const std::string& out) {
     std::string all =
         read_file(model_path(out, kSteps)) + "|" + read_file(state_path(out, kSteps)) + "|";
     for (const std::string& row : rows(out, "train"))
-        all +=
-            format("%g in %zd rows ", value(row, "step"), std::count(row.begin(), row.end(), '{'));
+        all += format("%g: norm %.17g in %zd rows ", value(row, "step"), value(row, "grad_norm"),
+                      std::count(row.begin(), row.end(), '{'));
     return all;
 }
+
+// What a run leaves that nothing disturbs.
 std::string undisturbed(const std::string& command = "", int ranks = 1) {
     const std::string out = dir() + "/undisturbed";
     std::filesystem::remove_all(out);
     CHECK_RUN(train(options(out) + command, ranks), 0, "checkpoint");
-    return out;
+    return content(out);
 }
 
-// Tries each fault, or one of `every`, in each operation of a run that begins in a copy of a
-// folder.
-void check_faults(const std::string& begin, const std::string& command, int ranks = 1,
-                  int every = 1) {
-    const std::string out = dir() + "/faulty";
-    const std::string wanted = content(undisturbed(command, ranks));
-    const auto again = [&](int at, Fault kind) {
+// A run that begins in a copy of a folder and has a fault, and the run that resumes after it.
+struct FaultyRun {
+    std::string begin;  // the folder
+    std::string command = "";
+    int ranks = 1;
+    std::string wanted = undisturbed(command, ranks);
+    std::string out = dir() + "/faulty";
+
+    Result train_from_begin(int at, Fault kind) const {
         std::filesystem::remove_all(out);
         std::filesystem::copy(begin, out);
-        return train(options(out) + command, ranks, out, at, kind);
-    };
-    CHECK_RUN(again(-1, kNone), 0, "checkpoint");
-    CHECK(content(out) == wanted);
-    const int operations = counted->operations;
-    const std::vector<std::string> names(counted->names, counted->names + operations);
+        return train(options(out) + command, ranks, {out, at, kind});
+    }
+
+    Result resume() const { return train(options(out) + command + " -y 1", ranks); }
+
+    // Reports what is wrong. Returns true if the first run ended with an error of its own.
+    bool check(int at, Fault kind, const std::string& operation) const {
+        const Result first = train_from_begin(at, kind);
+        const bool says_why = first.code == 1 &&
+                              contains(first.out, ranks > 1 ? "train_threads: " : "train_gpt2cu: ");
+        const bool was_killed = first.code == 128 + SIGKILL;
+
+        std::string wrong;
+        if (first.code != 0 && !says_why && !was_killed)
+            wrong += "no reason; ";
+        if (first.code != 0 && kind == kInterrupted)
+            wrong += "the operation was not tried again; ";
+        // what is tried next may need the space
+        if (says_why && has_new_state_without_model())
+            wrong += "a state without a model is left; ";
+
+        const Result second = first.code == 0 ? first : resume();
+        if (second.code != 0)
+            wrong += "cannot resume; ";
+        if (first.code != 0 && loses_checkpoint(first, second))
+            wrong += "a checkpoint that was announced is lost; ";
+        if (has_model_without_state())
+            wrong += "a model is left without its state, which nothing would ever remove; ";
+        if (content(out) != wanted)
+            wrong += "other content; ";
+
+        if (!wrong.empty())
+            test::report(__FILE__, __LINE__,
+                         format("fault %d in operation %d (%s): %sexit %d, then %d: %s%s", kind, at,
+                                operation.c_str(), wrong.c_str(), first.code, second.code,
+                                first.out.c_str(), second.out.c_str()));
+        return says_why;
+    }
+
+    bool loses_checkpoint(const Result& first, const Result& second) const {
+        const double announced = number_after(first.out, "checkpoint " + out + "/model_");
+        const double resumed = number_after(second.out, "resumed at step ");
+        return !std::isnan(announced) && !(resumed >= announced);
+    }
+
+    bool has_new_state_without_model() const {
+        for (int step = newest_model(out) + 1; step <= kSteps; step++)
+            if (exists(state_path(out, step)) && !exists(state_path(begin, step)))
+                return true;
+        return false;
+    }
+
+    bool has_model_without_state() const {
+        for (int step = 0; step <= kSteps; step++)
+            if (exists(model_path(out, step)) && !exists(state_path(out, step)))
+                return true;
+        return false;
+    }
+};
+
+// Tries each fault, or one of `every`, in each operation of a run.
+void check_faults(const FaultyRun& run, int every = 1) {
+    CHECK_RUN(run.train_from_begin(-1, kNone), 0, "checkpoint");
+    CHECK(content(run.out) == run.wanted);
+    const std::vector<std::string> operations(counted->names, counted->names + counted->operations);
     int possible = 0;
     int tried = 0;
-    int survived = 0;
-    int refused = 0;
-    for (int at = 0; at < operations; at++)
+    int said_why = 0;
+    for (size_t at = 0; at < operations.size(); at++)
         for (int kind = kDiesBefore; kind < kFaults; kind++) {
-            if ((kind == kDiesInside || kind == kShort) && !contains(names[at], "write"))
+            const bool is_write = contains(operations[at], "write");
+            if ((kind == kDiesInside || kind == kShort) && !is_write)
                 continue;
-            if (possible++ % every)
+            possible++;
+            if ((possible - 1) % every != 0)
                 continue;
             tried++;
-            const Result first = again(at, Fault(kind));
-            const bool said = first.code == 1 &&
-                              contains(first.out, ranks > 1 ? "train_threads: " : "train_gpt2cu: ");
-            // A run that ended by itself leaves no state without its model: what is tried next may
-            // need the space.
-            bool left_over = false;
-            for (int step = newest_model(out) + 1; said && step <= kSteps; step++)
-                left_over |= exists(state_path(out, step)) && !exists(state_path(begin, step));
-            const Result second =
-                first.code ? train(options(out) + command + " -y 1", ranks) : first;
-            // A checkpoint that was announced is never lost.
-            const double announced = number_after(first.out, "checkpoint " + out + "/model_");
-            const double resumed = number_after(second.out, "resumed at step ");
-            // Nor is a model left without its state, which nothing would ever remove.
-            bool orphan = false;
-            for (int step = 0; step <= kSteps; step++)
-                orphan |= exists(model_path(out, step)) && !exists(state_path(out, step));
-            const bool same = !left_over && !orphan && content(out) == wanted &&
-                              (kind != kInterrupted || first.code == 0) &&
-                              (!first.code || std::isnan(announced) || resumed >= announced);
-            if (same && second.code == 0 &&
-                (said || first.code == 0 || first.code == 128 + SIGKILL))
-                said ? refused++ : survived++;
-            else
-                test::report(__FILE__, __LINE__,
-                             format("fault %d in operation %d (%s): exit %d, then %d: %s%s", kind,
-                                    at, names[at].c_str(), first.code, second.code,
-                                    first.out.c_str(), second.out.c_str()));
+            said_why += run.check(static_cast<int>(at), Fault(kind), operations[at]) ? 1 : 0;
         }
-    std::printf("  %d operations, %d faults tried: %d survived, %d refused and resumed, %d lost\n",
-                operations, tried, survived, refused, tried - survived - refused);
+    std::printf("  %zu operations, %d faults tried, %d of them ended with an error\n",
+                operations.size(), tried, said_why);
     CHECK(possible > 150);
+}
+
+std::string empty_folder() {
+    const std::string path = dir() + "/empty";
+    std::filesystem::create_directory(path);
+    return path;
 }
 
 }  // namespace
 
+// -------------------------------------------------------------------------------------------------
+
 TEST(faults_in_a_new_run) {
-    std::filesystem::create_directory(dir() + "/empty");
-    check_faults(dir() + "/empty", "");
+    check_faults({.begin = empty_folder()});
 }
 
 // It follows a run that died while it wrote a checkpoint and a row of its log, in which a row is
 // damaged.
 TEST(faults_in_a_resumed_run) {
-    const std::string left = dir() + "/left";
-    CHECK_RUN(train(options(left) + "-nk 0"), 0, "checkpoint");
-    std::filesystem::rename(model_path(left, 5), model_path(left, 5) + ".tmp.7");
-    std::string log = read_file(left + "/log.jsonl");
+    const std::string begin = dir() + "/killed";
+    CHECK_RUN(train(options(begin) + "-nk 0"), 0, "checkpoint");
+    std::filesystem::rename(model_path(begin, 5), model_path(begin, 5) + ".tmp.7");
+    std::string log = read_file(begin + "/log.jsonl");
     log.insert(log.find('\n') + 1, "damaged\n");
-    write_file(left + "/log.jsonl", log + "{\"kind\": \"tr");
-    check_faults(left, "-y 1");
+    write_file(begin + "/log.jsonl", log + "{\"kind\": \"tr");
+    check_faults({.begin = begin, .command = "-y 1"});
+}
+
+TEST(faults_with_two_ranks) {
+    for (const char* optimizer : {"--zero 0", "--zero 1"})
+        check_faults({.begin = empty_folder(), .command = optimizer, .ranks = 2}, 11);
 }
 
 // A row of the log that cannot be written ends the run, but costs no step: there is a checkpoint,
@@ -287,90 +432,108 @@ TEST(faults_in_a_resumed_run) {
 TEST(a_failing_log_costs_no_step) {
     const auto log_of = [](const std::string& out) { return out + "/log.jsonl"; };
     const std::string counting = dir() + "/counting";
-    CHECK_RUN(train(options(counting), 1, log_of(counting)), 0, "checkpoint");
+    CHECK_RUN(train(options(counting), 1, {log_of(counting)}), 0, "checkpoint");
     std::vector<int> writes;  // the settings, then a row for each step
     for (int i = 0; i < counted->operations; i++)
         if (std::string(counted->names[i]) == "write")
             writes.push_back(i);
     CHECK(writes.size() == kSteps + 1);
-    for (const int step : {1, 2}) {  // before a checkpoint syncs the log, at whatever moment
+
+    // before a checkpoint syncs the log, at whatever moment
+    for (const int step : {1, 2}) {
         const std::string out = dir() + format("/failing_log_%d", step);
-        CHECK_RUN(train(options(out), 1, log_of(out), writes.at(step), kNoSpace), 1, "log.jsonl");
+        CHECK_RUN(train(options(out), 1, {log_of(out), writes.at(step), kNoSpace}), 1, "log.jsonl");
         CHECK(newest_model(out) == step);
         CHECK(rows(out, "train").size() == size_t(step));
     }
 }
 
-TEST(faults_with_two_ranks) {
-    std::filesystem::create_directory(dir() + "/none");
-    for (const char* optimizer : {"--zero 0", "--zero 1"})
-        check_faults(dir() + "/none", optimizer, 2, 11);
+// -------------------------------------------------------------------------------------------------
+// Ranks that differ
+
+namespace {
+
+// Trains with two ranks, of which rank 1 has other options.
+void check_differs(const std::string& command, const std::string& says, void (*change)(Options&)) {
+    const std::string out = dir() + "/differs";
+    std::filesystem::remove_all(out);
+    change_options_of_rank_1 = change;
+    CHECK_RUN(train(options(out) + command, 2), 1, says);
+    change_options_of_rank_1 = [](Options&) {};
 }
 
-// Differences beside the arguments are found before the first step. A rate that ruins the
-// parameters of one rank shows in the second step. If ranks share sequences, what is broken reaches
-// the others at once, and none may stop before them.
-TEST(a_rank_that_differs_is_named) {
-    const std::string other = dir() + "/other.bin";
-    const std::string out = dir() + "/differs";
-    write_shard(other, make_tokens(22 * 16 + 1, 2));
-    const auto check = [&](const std::string& command, const std::string& says,
-                           void (*change)(Options&)) {
-        std::filesystem::remove_all(out);
-        change_options_of_rank_1 = change;
-        CHECK_RUN(train(options(out) + command, 2), 1, says);
-        change_options_of_rank_1 = [](Options&) {};
-    };
-    check("", "parameters: rank 1 has", [](Options& o) { o.init = model_file(kNoEnd); });
-    check("", ": data: rank 1 has", [](Options& o) { o.train_data = dir() + "/other.bin"; });
-    check("-j " + other, ": validation data: rank 1 has",
-          [](Options& o) { o.val_data = dir() + "/shard.bin"; });
+}  // namespace
+
+// What the ranks' arguments do not show is compared before the first step.
+TEST(a_rank_with_other_files_is_named) {
+    const std::string other = write_shard(dir() + "/other.bin", make_tokens(22 * 16 + 1, 2));
+    check_differs("", "parameters: rank 1", [](Options& o) { o.init = model_file(kNoEnd); });
+    check_differs("", ": data: rank 1", [](Options& o) { o.train_data = dir() + "/other.bin"; });
+    check_differs("-j " + other, ": validation data: rank 1",
+                  [](Options& o) { o.val_data = dir() + "/shard.bin"; });
+}
+
+// A rate that ruins the parameters of one rank shows in the second step. If ranks share sequences,
+// what is broken reaches the others at once, and none may stop before them.
+TEST(a_rank_whose_loss_is_not_finite_ends_all) {
     const auto ruin = [](Options& o) {
         o.lr = 3e38f;
         o.weight_decay = 1e3f;
     };
-    check("--zero 0 -u 0", "step 2: loss ", ruin);
-    check("--zero 0 -u 0 --context-parallel 2", "step 2: loss ", ruin);
+    check_differs("--zero 0 -u 0", "step 2: loss ", ruin);
+    check_differs("--zero 0 -u 0 --context-parallel 2", "step 2: loss ", ruin);
 }
 
-TEST(a_run_without_more_threads_keeps_the_same) {
+// -------------------------------------------------------------------------------------------------
+// Without threads
+
+TEST(a_run_without_more_threads_writes_the_same) {
     const std::string out = dir() + "/no_threads";
-    const std::string large = dir() + "/large";
-    const std::string bytes(10 << 20, 'x');
     no_threads = true;
     CHECK_RUN(train(options(out)), 0, "checkpoint");
-    CHECK(test::error_of([&] { write_whole_file(large, {{bytes.data(), bytes.size()}}); }) == "");
-    CHECK(test::error_of([&] { CHECK(InputFile(large).read_all() == bytes); }) == "");
     no_threads = false;
-    CHECK(content(out) == content(undisturbed()));
+    CHECK(content(out) == undisturbed());
+}
 
-    // OpenMP, which would end the program, does with fewer.
+// Large files are read and written in parts, each by a thread.
+TEST(large_files_without_more_threads) {
+    const std::string path = dir() + "/large";
+    const std::string bytes(10 << 20, 'x');
+    no_threads = true;
+    CHECK(test::error_of([&] { write_whole_file(path, {{bytes.data(), bytes.size()}}); }) == "");
+    CHECK(test::error_of([&] { CHECK(InputFile(path).read_all() == bytes); }) == "");
+    no_threads = false;
+}
+
+// OpenMP would end the program if it could not start a thread.
+TEST(openmp_without_more_threads) {
+    const std::string out = dir() + "/no_openmp_threads";
     Processes process;
     process.start([&] {
         unsetenv("OMP_THREAD_LIMIT");
-        const std::string command =
-            "exec \"$0\" --without-threads " + given_once(options(out + "_2"));
+        const std::string command = "exec \"$0\" --without-threads " + given_once(options(out));
         const std::string self = std::filesystem::read_symlink("/proc/self/exe");
         execl("/bin/sh", "sh", "-c", command.c_str(), self.c_str(), nullptr);
         return 1;
     });
     process.check({0}, {"CPU, 1 thread,", "checkpoint"});
-    CHECK(content(out + "_2") == content(undisturbed()));
+    CHECK(content(out) == undisturbed());
 }
 
+// -------------------------------------------------------------------------------------------------
+// Gates of deterministic training
+
 TEST(gate_repeat) {
-    const std::string out = dir() + "/again";
-    CHECK_RUN(train(options(out)), 0, "checkpoint");
-    CHECK(content(out) == content(undisturbed()));
-    CHECK(values(out, "train", "grad_norm") == values(undisturbed(), "train", "grad_norm"));
+    CHECK(undisturbed() == undisturbed());
 }
 
 TEST(gate_restart) {
     const std::string out = dir() + "/restarted";
     const std::string command = options(out) + "-nk 0 ";
-    CHECK_RUN(train(command, 1, out, 35, kDiesBefore), 128 + SIGKILL);
-    CHECK_RUN(train(command + "-y 1"), 0, "resumed at step ");
-    CHECK(content(out) == content(undisturbed()));
+    CHECK_RUN(train(command, 1, {out, 35, kDiesBefore}), 128 + SIGKILL);
+    CHECK(newest_model(out) == 2);  // and not the last
+    CHECK_RUN(train(command + "-y 1"), 0, "resumed at step 2\n");
+    CHECK(content(out) == undisturbed());
 }
 
 int main(int argc, char** argv) {
