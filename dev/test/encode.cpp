@@ -1,5 +1,6 @@
-// Prints a text's ids, which dev/test/test_prepare.py compares with tiktoken's: ./dev/encode
-// gpt2_tokenizer.bin book.txt
+// Prints a text's token ids, one a line. dev/test/test_prepare.py compares them with tiktoken's.
+//
+//   ./dev/encode gpt2_tokenizer.bin book.txt
 #include "data/file.h"
 #include "data/tokenizer.h"
 
@@ -7,6 +8,7 @@ int main(int argc, char** argv) {
     return run_program("encode", [&] {
         if (argc != 3)
             throw UsageError("give a tokenizer file and a text file");
+
         const std::string text = InputFile(argv[2]).read_all();
         for (const int id : Tokenizer(argv[1]).encode(text, kEndOfText + 1, argv[2]))
             std::printf("%d\n", id);

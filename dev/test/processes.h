@@ -1,4 +1,4 @@
-// Forked processes, for tests. What they print on stdout and stderr can be read back.
+// Forked processes, for tests. What they print to stdout and stderr can be read back.
 #pragma once
 #include <signal.h>
 #include <sys/prctl.h>
@@ -19,6 +19,7 @@
 inline void sleep_for(double seconds) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
+
 inline int count_of(const std::string& text, const std::string& part) {
     int n = 0;
     for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1))
@@ -26,17 +27,21 @@ inline int count_of(const std::string& text, const std::string& part) {
     return n;
 }
 
-// A port of this machine at which nobody listens, outside of what the system itself gives to
-// connections.
+// A port of this machine at which nobody listens, below those that the system gives to connections.
 inline int free_port() {
     static int port = 10000 + getpid() % 10000;
-    while (test::error_of([] { close(listen_at("127.0.0.1", ++port)); }) != "")
-        continue;
+    const auto is_taken = [](int port) {
+        return test::error_of([=] { close(listen_at("127.0.0.1", port)); }) != "";
+    };
+    do
+        port++;
+    while (is_taken(port));
     return port;
 }
 
+// Processes that are forked from this one, in the order in which they were started.
 struct Processes {
-    std::vector<pid_t> pids;
+    std::vector<pid_t> pids;  // of those that have not been waited for
     FILE* output = std::tmpfile();
 
     ~Processes() {
@@ -46,34 +51,43 @@ struct Processes {
         }
         std::fclose(output);
     }
-    // Exits with the body's result, with 1 and its message if it throws, or with 99 after failed
-    // checks.
+
+    // The process exits with the body's result, with 1 and a message if the body throws, or with 99
+    // after failed checks. After two minutes it is killed.
     void start(const std::function<int()>& body) {
         std::fflush(stdout);
-        pids.push_back(fork());
-        if (pids.back() > 0)
+        const pid_t pid = fork();
+        if (pid > 0) {
+            pids.push_back(pid);
             return;
+        }
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         signal(SIGALRM, SIG_DFL);  // the test's own handler is for its own limit
-        alarm(120);                // nobody waits longer
-        dup2(fileno(output), 1);
-        dup2(fileno(output), 2);
+        alarm(120);
+        dup2(fileno(output), STDOUT_FILENO);
+        dup2(fileno(output), STDERR_FILENO);
+
         test::failed_checks() = 0;
         const int code = run_program("rank", body);
         std::fflush(stdout);
         _exit(test::failed_checks() ? 99 : code);
     }
+
+    // What they have printed so far, up to 64 KiB.
     std::string text() const {
         std::string all(1 << 16, '\0');
-        all.resize(static_cast<size_t>(
-            std::max<ssize_t>(0, pread(fileno(output), all.data(), all.size(), 0))));
+        const ssize_t bytes = pread(fileno(output), all.data(), all.size(), 0);
+        all.resize(std::max<ssize_t>(0, bytes));
         return all;
     }
+
+    // Waits until they have printed this so many times, for at most 20 seconds.
     void wait_for(const std::string& part, int times) const {
         for (int i = 0; i < 2000 && count_of(text(), part) < times; i++)
             sleep_for(0.01);
     }
-    // Exit codes in the order of starting, where signal n counts as 128 + n.
+
+    // Waits for all to end. Returns their exit codes, where signal n counts as 128 + n.
     std::vector<int> wait() {
         std::vector<int> codes;
         for (pid_t pid : pids) {
@@ -84,6 +98,7 @@ struct Processes {
         pids.clear();
         return codes;
     }
+
     // Checks how they end, and that what they print has these parts.
     void check(const std::vector<int>& codes, const std::vector<std::string>& parts = {},
                int line = __builtin_LINE()) {

@@ -1,5 +1,5 @@
-// Helpers for tests that run ./train_gpt2cu as its users do. They start it as a subprocess and
-// check its output, exit code and files.
+// Helpers for tests that run ./train_gpt2cu as its users do: as a subprocess, whose output, exit
+// code and files are checked.
 #pragma once
 #include <signal.h>
 #include <sys/wait.h>
@@ -23,9 +23,22 @@
 #include "run/settings.h"
 
 struct Result {
-    int code;
+    int code;         // where signal n counts as 128 + n
     std::string out;  // stdout and stderr
 };
+
+// -------------------------------------------------------------------------------------------------
+// Text and files
+
+inline bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
+
+// The number after the last `key`, NaN if there is none.
+inline double number_after(const std::string& text, const std::string& key) {
+    const size_t at = text.rfind(key);
+    return at == std::string::npos ? NAN : std::atof(text.c_str() + at + key.size());
+}
 
 // A scratch folder, removed at exit.
 inline const std::string& dir() {
@@ -43,17 +56,25 @@ inline const std::string& dir() {
     return scratch.path;
 }
 
+inline bool exists(const std::string& path) {
+    return access(path.c_str(), F_OK) == 0;
+}
+
 inline std::string read_file(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
     std::stringstream text;
     text << file.rdbuf();
     return text.str();
 }
+
 inline void write_file(const std::string& path, const std::string& text) {
     std::ofstream(path, std::ios::binary) << text;
 }
 
-// Runs a command without a terminal. `see`, if given, sees each line as it comes.
+// -------------------------------------------------------------------------------------------------
+// Running the program
+
+// Runs a command with nothing on stdin. `see`, if given, is called with each line as it arrives.
 inline Result shell(const std::string& command,
                     const std::function<void(const std::string& line)>& see = nullptr) {
     Result r{-1, ""};
@@ -66,59 +87,65 @@ inline Result shell(const std::string& command,
             see(std::string(line, n));
     }
     std::free(line);
+
     const int status = pclose(pipe);
     r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return r;
 }
-// Tests begin with common options and change some. The program refuses one that is given twice, so
-// the last one counts. The words behind an option belong to it. From a ; or a | or an & on all
-// stays as it is.
+
+// Tests start from common options and change some, but the program refuses an option that is given
+// twice. So this keeps the last of each, with the words after it, which are its value. What follows
+// the first word with ; or | or & is no option and stays as it is.
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
     const std::vector<Option> table = Options().table();
-    std::map<std::string, std::string> given;
-    std::string first;
+    std::string first;                         // what comes before all options
+    std::map<std::string, std::string> given;  // each option with its value
     std::string rest;
-    std::string* last = &first;
+    std::string* destination = &first;
     for (std::sregex_iterator at(arguments.begin(), arguments.end(), word);
          at != std::sregex_iterator(); ++at) {
         const std::string text = at->str();
         const std::string name = text.substr(0, text.find('='));
         if (text.find_first_of(";|&") != std::string::npos)
-            last = &rest;
+            destination = &rest;
         for (const Option& option : table)
-            if (last != &rest && (name == option.name || name == option.letter)) {
-                last = &given[option.name];
-                last->clear();
+            if (destination != &rest && (name == option.name || name == option.letter)) {
+                destination = &given[option.name];
+                destination->clear();
             }
-        *last += text + " ";
+        *destination += text + " ";
     }
     for (const auto& [name, text] : given)
         first += text;
     return first + rest;
 }
-// The program. Several ranks without a GPU are the threads of dev/train_threads.
+
+// The program with these arguments. Without GPUs several ranks are the threads of
+// dev/train_threads.
 inline std::string command(const std::string& arguments) {
-    const bool threads = arguments.find("--device cpu") != std::string::npos &&
-                         arguments.find("--gpus") != std::string::npos &&
-                         arguments.find("--memory") == std::string::npos;
+    const bool threads = contains(arguments, "--device cpu") && contains(arguments, "--gpus") &&
+                         !contains(arguments, "--memory");
     return (threads ? "./dev/train_threads " : "./train_gpt2cu ") + given_once(arguments);
 }
+
 inline Result run(const std::string& arguments) {
     return shell(command(arguments));
 }
-// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the
-// program, which stands still meanwhile, and $(ranks) are its ranks. The result has what both
-// print. `before` is a command that starts it.
+
+// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In the action,
+// $pid is the program, which is stopped meanwhile, and $(ranks) are its ranks. The result has the
+// output of both. `before` is a command that starts the program.
 inline Result run_and_act(const std::string& arguments, const std::string& sign,
                           const std::string& action, const std::string& before = "") {
-    pid_t pid = 0;
+    pid_t pid = 0;  // is the first line
     bool acted = false;
     std::string said;
     Result r = shell("echo $$; exec " + before + command(arguments), [&](const std::string& line) {
-        if (!pid)
+        if (pid == 0)
             pid = std::atoi(line.c_str());
-        if (acted || line.compare(0, sign.size(), sign))
+        const bool is_sign = line.compare(0, sign.size(), sign) == 0;
+        if (acted || !is_sign)
             return;
         acted = kill(pid, SIGSTOP) == 0;
         said = shell(format("pid=%d; ranks() { pgrep -P $pid; }; ", pid) + action).out;
@@ -130,33 +157,43 @@ inline Result run_and_act(const std::string& arguments, const std::string& sign,
     return r;
 }
 
-// The message of the Error that `code` throws, or "". What it prints is not seen.
+// Whoever started this test may have made it ignore signals, and the program would ignore them too.
+inline void stop_ignoring_signals() {
+    for (const int s : {SIGINT, SIGTERM, SIGHUP})
+        signal(s, SIG_DFL);
+}
+
+// The message of the Error that `code` throws, or "". What `code` prints is discarded.
 template <class F>
 std::string quiet_error_of(F code) {
     std::fflush(stdout);
-    const int screen = dup(1);
+    const int screen = dup(STDOUT_FILENO);
     CHECK(std::freopen("/dev/null", "w", stdout) != nullptr);
     const std::string error = test::error_of(code);
     std::fflush(stdout);
-    dup2(screen, 1), close(screen);
+    dup2(screen, STDOUT_FILENO);
+    close(screen);
     return error;
 }
 
-// A small text to train on, so that a run takes a moment.
-inline std::string text_file() {
-    static const std::string path = [] {
-        std::string text;
-        for (int i = 0; i < 100; i++)
-            text += write_story(5, i);
-        write_file(dir() + "/stories.txt", text);
-        return dir() + "/stories.txt";
-    }();
-    return path;
+// Checks a run's exit code, and that its output has all these parts.
+inline void check_run(const char* file, int line, const Result& r, int code,
+                      const std::vector<std::string>& parts) {
+    std::string wanted = format("exit %d", code);
+    bool ok = r.code == code;
+    for (const std::string& part : parts) {
+        ok &= contains(r.out, part);
+        wanted += " and \"" + part + "\"";
+    }
+    if (ok)
+        return;
+    const size_t shown = std::min<size_t>(r.out.size(), 600);
+    test::report(file, line,
+                 format("expected %s, got exit %d and: %s", wanted.c_str(), r.code,
+                        r.out.substr(r.out.size() - shown).c_str()));
 }
-// Options of a run of about a second.
-inline std::string tiny() {
-    return "--device cpu -e tiny -b 2 -t 64 -v 0 -s 0 -i " + text_file() + " ";
-}
+#define CHECK_RUN(result, exit_code, ...) \
+    check_run(__FILE__, __LINE__, result, exit_code, {__VA_ARGS__})
 
 // The program's options after these arguments.
 inline Options options_of(const std::vector<std::string>& arguments) {
@@ -169,44 +206,38 @@ inline Options options_of(const std::vector<std::string>& arguments) {
     return o;
 }
 
-inline bool contains(const std::string& text, const std::string& part) {
-    return text.find(part) != std::string::npos;
+// -------------------------------------------------------------------------------------------------
+// What a run reads
+
+// A small text to train on, so that a run takes a moment.
+inline std::string text_file() {
+    static const std::string path = [] {
+        std::string text;
+        for (int i = 0; i < 100; i++)
+            text += write_story(5, i);
+        write_file(dir() + "/stories.txt", text);
+        return dir() + "/stories.txt";
+    }();
+    return path;
 }
-// The number behind the last `key`, NaN if there is none.
-inline double number_after(const std::string& text, const std::string& key) {
-    const size_t at = text.rfind(key);
-    return at == std::string::npos ? NAN : std::atof(text.c_str() + at + key.size());
+
+// Options of a run of about a second.
+inline std::string tiny() {
+    return "--device cpu -e tiny -b 2 -t 64 -v 0 -s 0 -i " + text_file() + " ";
 }
-// The rows of a kind in the log of the run whose folder is `out`, a number in a row, and that
-// number in each row.
-inline std::vector<std::string> rows(const std::string& out, const std::string& kind) {
-    std::vector<std::string> found;
-    std::istringstream log(read_file(out + "/log.jsonl"));
-    for (std::string line; std::getline(log, line);)
-        if (line.find("{\"kind\": \"" + kind + "\"") == 0)
-            found.push_back(line);
-    return found;
-}
-inline double value(const std::string& row, const std::string& key) {
-    return number_after(row, "\"" + key + "\": ");
-}
-inline std::vector<double> values(const std::string& out, const std::string& kind,
-                                  const std::string& key) {
-    std::vector<double> found;
-    for (const std::string& row : rows(out, kind))
-        found.push_back(value(row, key));
-    return found;
-}
+
 template <class T>
 std::string bytes_of(const std::vector<T>& values) {
     return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
+
 // llm.c's files begin with 256 int32.
 inline std::string header_of(std::vector<int32_t> numbers) {
     numbers.resize(256);
     return bytes_of(numbers);
 }
-// A shard of tokens. 256, the end of a text in a vocabulary of bytes, is stored as GPT-2's.
+
+// Writes a shard of tokens. 256, which ends a text in a vocabulary of bytes, is stored as GPT-2's.
 inline std::string write_shard(const std::string& path, const std::vector<int>& tokens) {
     std::vector<uint16_t> stored;
     for (int token : tokens)
@@ -216,43 +247,56 @@ inline std::string write_shard(const std::string& path, const std::vector<int>& 
     return path;
 }
 
-// Questions in the format of run/choices.h.
+// Writes questions in the format of run/choices.h: a header, then an example for each question,
+// which begins with five numbers. Each text has its length before its tokens.
 inline void write_choices(const std::string& path, const std::vector<Choice>& choices) {
-    std::vector<int32_t> header = {20240522, 1, static_cast<int32_t>(choices.size()), 0};
+    constexpr uint16_t kStart = 65535;
+    int32_t longest = 0;
     std::vector<uint16_t> all;
     for (const Choice& c : choices) {
-        std::vector<uint16_t> one = {65535, 0, uint16_t(c.index), uint16_t(c.label),
-                                     uint16_t(c.endings.size())};
-        std::vector<std::vector<int>> texts = c.endings;
-        texts.insert(texts.begin(), c.context);
-        for (const std::vector<int>& text : texts) {
-            one.push_back(static_cast<uint16_t>(text.size()));
-            one.insert(one.end(), text.begin(), text.end());
-        }
-        one[1] = static_cast<uint16_t>(2 * one.size());
-        header[3] = std::max<int32_t>(header[3], one[1]);
-        all.insert(all.end(), one.begin(), one.end());
+        std::vector<uint16_t> texts;
+        const auto append = [&](const std::vector<int>& text) {
+            texts.push_back(static_cast<uint16_t>(text.size()));
+            texts.insert(texts.end(), text.begin(), text.end());
+        };
+        append(c.context);
+        for (const std::vector<int>& ending : c.endings)
+            append(ending);
+
+        const size_t bytes = 2 * (5 + texts.size());
+        longest = std::max<int32_t>(longest, static_cast<int32_t>(bytes));
+        for (const size_t number :
+             {size_t(kStart), bytes, size_t(c.index), size_t(c.label), c.endings.size()})
+            all.push_back(static_cast<uint16_t>(number));
+        all.insert(all.end(), texts.begin(), texts.end());
     }
-    write_file(path, header_of(header) + bytes_of(all));
-}
-inline bool exists(const std::string& path) {
-    return access(path.c_str(), F_OK) == 0;
+    const auto count = static_cast<int32_t>(choices.size());
+    write_file(path, header_of({20240522, 1, count, longest}) + bytes_of(all));
 }
 
-// Checks a run's exit code, and that its output has all these parts.
-inline void check_run(const char* file, int line, const Result& r, int code,
-                      const std::vector<std::string>& parts) {
-    std::string wanted;
-    bool ok = r.code == code;
-    for (const std::string& part : parts) {
-        ok &= contains(r.out, part);
-        wanted += (wanted.empty() ? "\"" : " and \"") + part + "\"";
-    }
-    if (!ok)
-        test::report(
-            file, line,
-            format("expected exit %d and %s, got exit %d and: %s", code, wanted.c_str(), r.code,
-                   r.out.substr(r.out.size() > 600 ? r.out.size() - 600 : 0).c_str()));
+// -------------------------------------------------------------------------------------------------
+// What a run logs
+
+// The rows of this kind in the log of the run whose folder is `out`.
+inline std::vector<std::string> rows(const std::string& out, const std::string& kind) {
+    std::vector<std::string> found;
+    std::istringstream log(read_file(out + "/log.jsonl"));
+    for (std::string line; std::getline(log, line);)
+        if (line.find("{\"kind\": \"" + kind + "\"") == 0)
+            found.push_back(line);
+    return found;
 }
-#define CHECK_RUN(result, exit_code, ...) \
-    check_run(__FILE__, __LINE__, result, exit_code, {__VA_ARGS__})
+
+// A number of a row, by its key.
+inline double value(const std::string& row, const std::string& key) {
+    return number_after(row, "\"" + key + "\": ");
+}
+
+// That number in each row of a kind.
+inline std::vector<double> values(const std::string& out, const std::string& kind,
+                                  const std::string& key) {
+    std::vector<double> found;
+    for (const std::string& row : rows(out, kind))
+        found.push_back(value(row, key));
+    return found;
+}

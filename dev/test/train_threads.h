@@ -1,14 +1,17 @@
-// The program (train_gpt2.cu, included before) with threads as ranks, for tests without a GPU.
-// --gpus N makes N threads on the CPU. Each prints, but rank 0 alone writes files.
+// The program (train_gpt2.cu, which is included before this file) with threads as ranks, for tests
+// without a GPU. --gpus N starts N threads on the CPU. All of them print, but only rank 0 writes
+// files.
 #pragma once
 #include <functional>
 
 #include "dev/common/thread_comm.h"
 
-inline thread_local ThreadComm* this_thread = nullptr;
+inline thread_local ThreadComm* this_thread = nullptr;  // this rank's communicator
+
+// A test changes it.
 inline std::function<void(Options&)> change_options_of_rank_1 = [](Options&) {};
 
-// Stands in for NCCL's (parallel/ranks.h).
+// Takes the place of connect() in parallel/ranks.h, which uses NCCL.
 template <class Dev>
     requires std::is_base_of_v<Threads, Dev>
 Ranks<Dev> connect(const Dev&, const ProcessGroup& group, int context) {
@@ -31,14 +34,18 @@ inline int train_on_threads(int argc, char** argv) {
         parse_options(argc, argv, table);
         if (o.init.empty())
             o.init = "tiny";
-        std::vector<int> codes(std::max(1, o.gpus));
-        on_threads(static_cast<int>(codes.size()), [&](int rank, ThreadComm& comm) {
+
+        const int ranks = std::max(1, o.gpus);
+        std::vector<int> codes(ranks);
+        on_threads(ranks, [&](int rank, ThreadComm& comm) {
             Options mine = o;
             if (rank == 1)
                 change_options_of_rank_1(mine);
+
             ProcessGroup group;
             group.rank = rank;
-            group.size = group.local_size = static_cast<int>(codes.size());
+            group.size = ranks;
+            group.local_size = ranks;
             this_thread = &comm;
             codes[rank] = run_with<Threads, float>(Threads(1), mine, group);
         });
