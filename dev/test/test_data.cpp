@@ -1,8 +1,5 @@
 // Tests of data/ and of what run/ reads and writes: log, checkpoints, tokenizer, loader, questions.
-// They provoke every error and read its one line.
-//
-//   ./dev/test_data            all
-//   ./dev/test_data loader     those with "loader" in their name
+// Each file is damaged in every way, and the one line of the error is read.
 #include <sys/resource.h>
 
 #include <climits>
@@ -36,11 +33,13 @@ std::string folder() {
     fs::create_directory(path);
     return path;
 }
+
 Tokens counting(size_t n, int first = 0) {
     Tokens tokens(n);
     std::iota(tokens.begin(), tokens.end(), first);
     return tokens;
 }
+
 // Bytes without a pattern.
 std::string noise(size_t bytes) {
     std::string data(bytes, '\0');
@@ -49,22 +48,37 @@ std::string noise(size_t bytes) {
     return data;
 }
 
-// A good file, its reader, and where its version stands. Whatever is changed in it, the reader
-// names the file and says `what`.
+// A good file and its reader. Whatever is changed in the file, the reader must name the file and
+// say what is wrong.
 struct GoodFile {
-    std::function<void(const std::string&path)> write, read;
+    std::function<void(const std::string& path)> write;
+    std::function<void(const std::string& path)> read;
     size_t version_at = 4;
-    std::string path = folder() + "/file.bin", bytes = (write(path), read_file(path));
+    bool has_checksum = false;  // of all its bytes
+    std::string path = folder() + "/file.bin";
+    std::string bytes = written();
 
-    void check(const std::string& changed, const std::string& what) const {
-        write_file(path, changed);
-        CHECK_ERROR(read(path), path + ": " + what);
+    std::string written() const {
+        write(path);
+        return read_file(path);
     }
+
+    // Reading these bytes instead must fail with an error that has this part.
+    void check(const std::string& changed, const std::string& part,
+               int line = __builtin_LINE()) const {
+        write_file(path, changed);
+        const std::string error = test::error_of([&] { read(path); });
+        test::check_error(__FILE__, line, error, path + ": ");
+        test::check_error(__FILE__, line, error, part);
+    }
+
+    // The same with another value at an offset.
     template <class Value>
-    void poke(size_t offset, Value value, const std::string& what) const {
+    void poke(size_t offset, Value value, const std::string& part,
+              int line = __builtin_LINE()) const {
         std::string changed = bytes;
         std::memcpy(&changed[offset], &value, sizeof value);
-        check(changed, what);
+        check(changed, part, line);
     }
 };
 
@@ -74,17 +88,21 @@ struct GoodFile {
 // Log
 
 TEST(log_json) {
-    Row row("train");
-    row.add("step", 3)
-        .add("tiny", 1e-300)
-        .add("third", 1.0 / 3)
-        .add("sum", 0.1 + 0.2)
-        .add("nan", std::nan(""));
-    row.add("inf", -INFINITY).add("big", 9007199254740993LL).add("yes", true).add("name", "d12");
+    const Row row = Row("train")
+                        .add("step", 3)
+                        .add("tiny", 1e-300)
+                        .add("third", 1.0 / 3)
+                        .add("sum", 0.1 + 0.2)
+                        .add("nan", std::nan(""))
+                        .add("inf", -INFINITY)
+                        .add("big", 9007199254740993LL)
+                        .add("yes", true)
+                        .add("name", "d12");
     CHECK(row.text() ==
           "{\"kind\": \"train\", \"step\": 3, \"tiny\": 1e-300, \"third\": 0.3333333333333333, "
           "\"sum\": 0.30000000000000004, \"nan\": null, \"inf\": null, \"big\": 9007199254740993, "
           "\"yes\": true, \"name\": \"d12\"}");
+
     const std::pair<std::string, std::string> cases[] = {
         {"a\"b\\c\n\t\r", "a\\\"b\\\\c\\n\\t\\u000d"},
         {std::string("\0\x1f\x7f", 3), "\\u0000\\u001f\\u007f"},
@@ -96,9 +114,8 @@ TEST(log_json) {
 TEST(minutes_and_seconds_are_whole) {
     const std::pair<double, const char*> cases[] = {
         {0, "0:00"}, {59.96, "0:59"}, {60, "1:00"}, {119.5, "1:59"}, {3600 * 25 + 7.9, "1500:07"}};
-    for (const auto& [seconds, text] : cases) {
+    for (const auto& [seconds, text] : cases)
         CHECK(minutes(seconds) == text);
-    }
 }
 
 // What a byte-level model may sample must not change a terminal's state, nor end a C string.
@@ -107,19 +124,25 @@ TEST(text_for_a_terminal) {
     CHECK(for_terminal("One day,\n\tshe “ran” 😀") == "One day,\n\tshe “ran” 😀");
     CHECK(for_terminal(std::string("a\0\x1b[2J\r\x7f", 8)) == "a" + bad + bad + "[2J" + bad + bad);
     CHECK(for_terminal("\xC2\x9B\x32J\xC2\xA0") == bad + "2J\xC2\xA0");  // U+009B is ESC [ too
+}
+
+// A text that comes byte by byte is shown as soon as a character is whole.
+TEST(text_for_a_terminal_in_pieces) {
     for (const std::string text :
          {"“ran” é😀", "\xF0\x9F\xE2\x82z\x80\xC2", "\x80\xED\xA0\x80\xE2\x82\xFF"}) {
         std::string rest;
-        std::string shown;  // byte by byte
+        std::string shown;
         for (const char byte : text) {
-            shown += take_for_terminal(rest += byte);
-            CHECK(for_terminal(text).compare(0, shown.size(), shown) == 0 && rest.size() <= 3);
+            rest += byte;
+            shown += take_for_terminal(rest);
+            CHECK(for_terminal(text).compare(0, shown.size(), shown) == 0);
+            CHECK(rest.size() <= 3);
         }
         CHECK(shown + for_terminal(rest) == for_terminal(text));
     }
 }
 
-// dev/test_faults has what a crash or a full disk does to a log.
+// dev/test_faults tests what a crash or a full disk does to a log.
 TEST(log_truncate) {
     const std::string path = folder() + "/log.jsonl";
     const Row start = Row("start").add("note", "a string with \"step\": 99 in it");
@@ -140,7 +163,8 @@ TEST(log_truncate) {
     log.write(second);  // into the same file, which only became shorter
     CHECK(read_file(path) == kept + lines({second.text()}));
 
-    // What went on from a later step is dropped as a whole, but not what went on from this one.
+    // What a run wrote that resumed from a later step is dropped as a whole, but not what one wrote
+    // that resumed from this step.
     const std::string resumed = Row("run").add("gpus", 1).text();
     write_file(path, kept + lines({resumed, second.text(), resumed, "{\"step\": 3}"}));
     Log::truncate_after(path, 1);
@@ -152,18 +176,36 @@ TEST(log_truncate) {
     CHECK(read_file(path) == kept);
 }
 
-// A crash leaves half a row, a power cut zeros, and a disk anything. A good row may have what this
-// program never writes.
-TEST(log_rows_that_are_no_json_are_dropped) {
+// The program writes no such rows, but users may.
+TEST(log_rows_that_are_json_are_kept) {
     const std::string path = folder() + "/log.jsonl";
     const std::string first = Row("train").add("step", 1).text();
-    const Strings good = {"{}", " {\"a\" : [1, -0.5e+3, 0, 1E-9 , {\"b\": []}] , \"c\":null}\r",
-                          "{\"kind\": \"é\\u00e9\\n\\\\\", \"x\": true, \"y\": false}"};
-    for (const std::string& row : good) {
+    for (const std::string row :
+         {"{}", " {\"a\" : [1, -0.5e+3, 0, 1E-9 , {\"b\": []}] , \"c\":null}\r",
+          "{\"kind\": \"é\\u00e9\\n\\\\\", \"x\": true, \"y\": false}"}) {
         write_file(path, row + "\n" + first + "\n");
         Log::truncate_after(path, 1);
         CHECK(read_file(path) == row + "\n" + first + "\n");
     }
+}
+
+// What `code` writes to stderr.
+template <class F>
+static std::string stderr_of(F code) {
+    const std::string path = folder() + "/said";
+    const int screen = dup(STDERR_FILENO);
+    CHECK(std::freopen(path.c_str(), "w", stderr) != nullptr);
+    code();
+    std::fflush(stderr);
+    dup2(screen, STDERR_FILENO);
+    close(screen);
+    return read_file(path);
+}
+
+// A crash leaves half a row, a power cut zeros, and a disk anything.
+TEST(log_rows_that_are_no_json_are_dropped) {
+    const std::string path = folder() + "/log.jsonl";
+    const std::string first = Row("train").add("step", 1).text();
     const Strings bad = {"",
                          "{\"kind\": \"tr",
                          "{\"kind\": \"tr{\"kind\": \"train\", \"step\": 1}",
@@ -183,51 +225,53 @@ TEST(log_rows_that_are_no_json_are_dropped) {
                          "{\"a\": 1}}",
                          "{\"a\": [1}",
                          "{\"a\": " + std::string(100000, '[')};
-    const std::string said = folder() + "/said";
-    const int screen = dup(STDERR_FILENO);
-    CHECK(std::freopen(said.c_str(), "w", stderr) != nullptr);
-    for (const std::string& row : bad) {
-        write_file(path, first + "\n" + row + "\n" + row + "\n" + first + "\n" + row);
-        Log::truncate_after(path, 1);
-        if (read_file(path) != first + "\n" + first + "\n")
-            test::report(__FILE__, __LINE__, "kept, or kept too little: " + row.substr(0, 40));
-    }
-    std::fflush(stderr);
-    dup2(screen, STDERR_FILENO);
-    close(screen);
-    const std::string warnings = read_file(said);
-    CHECK(contains(warnings, path) && contains(warnings, " 3 rows that were not JSON\n"));
+    const std::string warnings = stderr_of([&] {
+        for (const std::string& row : bad) {
+            write_file(path, first + "\n" + row + "\n" + row + "\n" + first + "\n" + row);
+            Log::truncate_after(path, 1);
+            if (read_file(path) != first + "\n" + first + "\n")
+                test::report(__FILE__, __LINE__, "kept, or kept too little: " + row.substr(0, 40));
+        }
+    });
+    CHECK(contains(warnings, path));
+    CHECK(contains(warnings, " 3 rows"));
 }
 
 // -------------------------------------------------------------------------------------------------
 // Threads
 
-// A container's quota counts like fewer cores, as do the quotas of the groups around it.
+// A container's quota counts like fewer cores, and so do the quotas of the groups that it is in.
 TEST(cpu_quotas) {
     const std::string groups = folder();
+    const auto quota = [&](const char* group) { return cpu_quota(groups, group); };
     fs::create_directories(groups + "/slice/job");
-    CHECK(cpu_quota(groups, "/") == 0 && cpu_quota(groups, "/slice/job") == 0);
+    CHECK(quota("/") == 0);
+    CHECK(quota("/slice/job") == 0);
+
     write_file(groups + "/slice/cpu.max", "max 100000\n");
-    CHECK(cpu_quota(groups, "/slice/job") == 0);
+    CHECK(quota("/slice/job") == 0);
+
     write_file(groups + "/slice/job/cpu.max", "250000 100000\n");
-    CHECK(cpu_quota(groups, "/slice/job") == 3 && cpu_quota(groups, "/slice") == 0 &&
-          cpu_quota(groups, "/") == 0);
+    CHECK(quota("/slice/job") == 3);
+    CHECK(quota("/slice") == 0);
+    CHECK(quota("/") == 0);
+
     write_file(groups + "/slice/cpu.max", "10000 50000\n");
-    CHECK(cpu_quota(groups, "/slice/job") == 1 && cpu_quota(groups, "/slice/other") == 1);
+    CHECK(quota("/slice/job") == 1);
+    CHECK(quota("/slice/other") == 1);
+
     write_file(groups + "/cpu.max", "200000 100000\n");
-    CHECK(cpu_quota(groups, "/") == 2);
+    CHECK(quota("/") == 2);
 }
 
-// The line that names the threads tells the truth.
-TEST(threads_of_the_cpu) {
-    const std::string train = "./train_gpt2cu --device cpu -e tiny -x 0 -v 0 -s 0 -b 1 -t 16 -i ";
+TEST(the_number_of_threads_that_is_printed) {
     const std::string text = folder() + "/text";
     write_file(text, std::string(1000, 'x'));
-    for (const char* one : {"OMP_NUM_THREADS=1 ", "OMP_THREAD_LIMIT=1 ", "taskset -c 0 "})
-        CHECK(contains(
-            shell("unset OMP_NUM_THREADS OMP_THREAD_LIMIT; env " + std::string(one) + train + text)
-                .out,
-            "CPU, 1 thread,"));
+    const std::string train =
+        "./train_gpt2cu --device cpu -e tiny -x 0 -v 0 -s 0 -b 1 -t 16 -i " + text;
+    for (const std::string one : {"OMP_NUM_THREADS=1 ", "OMP_THREAD_LIMIT=1 ", "taskset -c 0 "})
+        CHECK_RUN(shell("unset OMP_NUM_THREADS OMP_THREAD_LIMIT; env " + one + train), 0,
+                  "CPU, 1 thread,");
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -256,22 +300,28 @@ TEST(atomic_file) {
     const std::string large = noise(3 << 20);  // is written in pieces
     write_whole_file(path,
                      {{"small", 5}, {large.data(), large.size()}, {"", 0}, {"0123456789", 10}});
-    CHECK(read_file(path) == "small" + large + "0123456789" &&
-          shell("ls " + here).out == "out.bin\n");
-    const mode_t mask = umask(022);
-    write_whole_file(path, {{"new", 3}});
-    umask(mask);
-    // others may read it
-    CHECK(read_file(path) == "new" && static_cast<int>(fs::status(path).permissions()) == 0644);
+    CHECK(read_file(path) == "small" + large + "0123456789");
+    CHECK(shell("ls " + here).out == "out.bin\n");
+
     fs::create_directory(here + "/taken");
     CHECK_ERROR(write_whole_file(here + "/taken", {}),
                 here + "/taken: cannot open: Is a directory");
+}
+
+TEST(others_may_read_what_the_umask_allows) {
+    const std::string path = folder() + "/out.bin";
+    const mode_t mask = umask(022);
+    write_whole_file(path, {{"new", 3}});
+    umask(mask);
+    CHECK(read_file(path) == "new");
+    CHECK(static_cast<int>(fs::status(path).permissions()) == 0644);
 }
 
 // -------------------------------------------------------------------------------------------------
 // Model, state, tokenizer and questions
 
 static const ModelHeader kTiny = {DType::f32, {16, 50, 128, 2, 2, 8}};
+
 TEST(model_round_trip) {
     const std::string path = folder() + "/model.bin";
     ModelHeader bf16 = kTiny;
@@ -282,6 +332,7 @@ TEST(model_round_trip) {
         const std::string parameters = noise(h.bytes());
         std::string back(parameters.size(), 'x');
         write_model(path, h, parameters.data());
+
         const int version = h.dtype == DType::f32 ? 3 : 5;
         CHECK(read_file(path) ==
               header_of({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
@@ -303,22 +354,18 @@ static GoodFile good_model() {
 
 TEST(model_errors) {
     const GoodFile file = good_model();
-    file.poke(0, 20240520,
-              "wrong magic at offset 0: expected 20240326, found 20240520; give a model");
+    file.poke(0, 20240520, "offset 0: expected 20240326, found 20240520");
     // fp32 data
     file.poke(4, 5, "too long: expected 6848 bytes (bf16, L=2 NH=2 C=8 V=50), found 12672");
     int offset = 8;
     for (const char* field :
          {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"}) {
         for (const int bad : {0, -1, INT_MIN, INT_MAX})
-            file.poke(offset, bad,
-                      format("damaged header: %s at offset %d: expected ", field, offset));
+            file.poke(offset, bad, format("%s at offset %d: expected ", field, offset));
         offset += 4;
     }
-    file.poke(20, 3,
-              "damaged header: channels at offset 24: expected a multiple of 3 heads, found 8");
-    file.poke(28, 49,
-              "damaged header: padded vocabulary at offset 28: expected 50..16777216, found 49");
+    file.poke(20, 3, "channels at offset 24: expected a multiple of 3 heads, found 8");
+    file.poke(28, 49, "padded vocabulary at offset 28: expected 50..16777216, found 49");
     file.poke(16, 3, "truncated: expected 16160 bytes (fp32, L=3 NH=2 C=8 V=50), found 12672");
 }
 
@@ -342,22 +389,24 @@ static std::unique_ptr<StateFile> read_state(const std::string& path, const Iden
 }
 
 static GoodFile good_state() {
-    return {[](const std::string& path) {
-                write_state(path, kRun, kCounters, {kOptimizer.data(), kOptimizer.size()});
-            },
-            [](const std::string& path) {
-                std::string optimizer(kOptimizer.size(), 'x');
-                const auto read = read_state(path, kRun, optimizer);
-                if (optimizer != kOptimizer ||
-                    std::memcmp(&read->counters, &kCounters, sizeof kCounters))
-                    throw Error("read something else");
-            },
-            29};
+    return {.write =
+                [](const std::string& path) {
+                    write_state(path, kRun, kCounters, {kOptimizer.data(), kOptimizer.size()});
+                },
+            .read =
+                [](const std::string& path) {
+                    std::string optimizer(kOptimizer.size(), 'x');
+                    const auto read = read_state(path, kRun, optimizer);
+                    if (optimizer != kOptimizer ||
+                        std::memcmp(&read->counters, &kCounters, sizeof kCounters))
+                        throw Error("read something else");
+                },
+            .version_at = 29,
+            .has_checksum = true};
 }
 
 TEST(state_errors) {
     const GoodFile file = good_state();
-    const std::string path = file.path;
     CHECK(file.bytes.find("gpt2 training state, version 2\nidentity model: d12\nidentity B: 4\n") ==
           0);
     file.poke(0, std::pair{20240326, 3}, "wrong magic at offset 0: expected ");
@@ -366,37 +415,50 @@ TEST(state_errors) {
     file.poke(29, '3', "wrong version at offset 29: expected 2, found 3");
     file.poke(file.bytes.size() - 1, 'x', "damaged: expected ");
     file.poke(file.bytes.find("window: 14") + 8, '2', "damaged: expected ");
-    write_file(path, file.bytes);
+}
 
-    const auto refused = [&](const Identity& run, size_t bytes, const std::string& what) {
-        std::string optimizer(bytes, '?');
-        CHECK_ERROR(read_state(path, run, optimizer), what);
-        // nothing is read that does not fit
-        CHECK(bytes == 240 || optimizer == std::string(bytes, '?'));
-    };
+// Nothing is read of a state that does not fit the run.
+TEST(states_of_other_runs) {
+    const std::string path = good_state().path;
     const Fields& fields = kRun.fields;
-    refused({{fields[0], fields[1], fields[2], fields[3], {"T", "64"}}}, 240,
-            "T: the checkpoint has \"nothing\", this run has \"64\"");
-    refused({{fields[1], fields[2], fields[3]}}, 240,
-            "model: the checkpoint has \"d12\", this run has \"nothing\"");
-    refused({{fields[0], {"B", "8"}, fields[2], fields[3]}}, 240,
-            "B: the checkpoint has \"4\", this run has \"8\"");
-    refused(kRun, 236, "expected 236 bytes, found 240");
+    const struct {
+        Fields fields;
+        std::string error;
+    } cases[] = {{{fields[0], fields[1], fields[2], fields[3], {"T", "64"}},
+                  "T: the checkpoint has \"nothing\", this run has \"64\""},
+                 {{fields[1], fields[2], fields[3]},
+                  "model: the checkpoint has \"d12\", this run has \"nothing\""},
+                 {{fields[0], {"B", "8"}, fields[2], fields[3]},
+                  "B: the checkpoint has \"4\", this run has \"8\""}};
+    for (const auto& c : cases) {
+        std::string optimizer(kOptimizer.size(), '?');
+        CHECK_ERROR(read_state(path, {c.fields}, optimizer), c.error);
+        CHECK(optimizer == std::string(kOptimizer.size(), '?'));
+    }
+    std::string shorter(kOptimizer.size() - 4, '?');
+    CHECK_ERROR(read_state(path, kRun, shorter), "expected 236 bytes, found 240");
+    CHECK(shorter == std::string(shorter.size(), '?'));
+}
 
-    // A field that is newer than the state.
+TEST(states_that_are_older_than_a_field) {
+    const std::string path = good_state().path;
     Identity newer = kRun;
     newer.implied = {{"optimizer", "adamw"}};
     newer.fields.push_back({"optimizer", "muon"});
-    refused(newer, 240, "optimizer: the checkpoint has \"adamw\", this run has \"muon\"");
+    std::string optimizer(kOptimizer.size(), '?');
+    CHECK_ERROR(read_state(path, newer, optimizer),
+                "optimizer: the checkpoint has \"adamw\", this run has \"muon\"");
     newer.fields.back().value = "adamw";
-    std::string read(240, '?');
-    read_state(path, newer, read);
-    CHECK(read == kOptimizer);
+    read_state(path, newer, optimizer);
+    CHECK(optimizer == kOptimizer);
+}
 
-    std::string optimizer(240, '?');
-    const Identity faster = {fields, {{"-l", "0.2"}, {"-u", "5"}}};
-    const std::string changes = read_state(path, faster, optimizer)->recipe_changes;
-    CHECK(changes == "-l from 0.1 to 0.2, -u from nothing to 5");
+TEST(states_of_another_recipe) {
+    const std::string path = good_state().path;
+    const Identity faster = {kRun.fields, {{"-l", "0.2"}, {"-u", "5"}}};
+    std::string optimizer(kOptimizer.size(), '?');
+    CHECK(read_state(path, faster, optimizer)->recipe_changes ==
+          "-l from 0.1 to 0.2, -u from nothing to 5");
 }
 
 // An output directory that cannot be read is not an empty one.
@@ -409,7 +471,7 @@ TEST(a_directory_that_cannot_be_listed) {
 }
 
 TEST(tokenizer_bytes) {
-    // GPT-2's encoder.json has the printable bytes in order, then each other byte as it comes.
+    // GPT-2's encoder.json has the printable bytes in order, then the other bytes in order.
     std::string text;
     for (const auto& [first, last] : {std::pair<int, int>{'!', '~'},
                                       {0xA1, 0xAC},
@@ -419,9 +481,10 @@ TEST(tokenizer_bytes) {
                                       {0xAD, 0xAD}})
         for (int byte = first; byte <= last; byte++)
             text += static_cast<char>(byte);
-    std::string back;
     CHECK(encode_bytes(text) == counting(256));
+
     const Tokenizer tokenizer;
+    std::string back;
     for (const int token : counting(256))
         back += tokenizer.decode(token);
     CHECK(back == text);
@@ -439,14 +502,13 @@ static std::string tokenizer_file(int version, const Strings& pieces) {
 }
 
 static GoodFile good_tokenizer() {
-    return {[](const std::string& path) {
-                write_file(path, tokenizer_file(2, {"a", "bc", "def"}));
-            },
-            [](const std::string& path) {
-                const Tokenizer tokenizer(path);
-                for (int i = -1; i < 300; i++)
-                    tokenizer.decode(i);
-            }};
+    return {
+        [](const std::string& path) { write_file(path, tokenizer_file(2, {"a", "bc", "def"})); },
+        [](const std::string& path) {
+            const Tokenizer tokenizer(path);
+            for (int i = -1; i < 300; i++)
+                tokenizer.decode(i);
+        }};
 }
 
 TEST(tokenizer_files) {
@@ -461,13 +523,19 @@ TEST(tokenizer_files) {
         for (const int none : {300, 50256, -1})
             CHECK(tokenizer.decode(none) == format("<%d>", none));
     }
+}
+
+TEST(tokenizer_errors) {
     const GoodFile file = good_tokenizer();
     for (const int count : {0, 10, -1})
         file.poke(8, count, "number of tokens at offset 8: expected 1..9 (");
     file.poke(8, 4, "truncated in token 3 of 4 at offset 1033: expected 1 bytes, found 0");
     file.poke(12, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
+}
 
-    // A token of a shard has 16 bits.
+// A token of a shard has 16 bits.
+TEST(tokenizers_have_at_most_65536_tokens) {
+    const std::string path = folder() + "/tokenizer.bin";
     Strings many(65536, "piece");
     write_file(path, tokenizer_file(2, many));
     CHECK(Tokenizer(path).decode(65535) == "piece");
@@ -491,13 +559,28 @@ static std::string write_pairs(const Strings& merges) {
     return path;
 }
 
+// A text's tokens, each after a bar.
+static std::string pieces_of(const Tokenizer& tokenizer, const std::string& text) {
+    std::string pieces;
+    for (const int token : tokenizer.encode(text, 50257, ""))
+        pieces += "|" + tokenizer.decode(token);
+    return pieces;
+}
+static void check_pieces(const Tokenizer& tokenizer, const std::string& text,
+                         const std::string& expected) {
+    const std::string pieces = pieces_of(tokenizer, text);
+    if (pieces != expected)
+        test::report(__FILE__, __LINE__, text + ": expected " + expected + ", found " + pieces);
+}
+
+static const Strings kMerges = {"bc",   "ab", "cd", "abcd", "aa",   "n'", "'t",  "'tt", "re",
+                                "'re",  " a", "a1", "1a",   "11",   "!!", "a!",  "  ",  " \n",
+                                "\n\n", "é",  "<|", "|>",   "aare", "ef", "efg", ""};
+
 // dev/test/test_prepare.py compares with tiktoken.
 TEST(tokenizer_encodes_pairs) {
-    const std::string path = write_pairs(
-        {"bc", "ab", "cd", "abcd", "aa",  "n'",   "'t", "'tt", "re", "'re",  " a", "a1",  "1a",
-         "11", "!!", "a!", "  ",   " \n", "\n\n", "é",  "<|",  "|>", "aare", "ef", "efg", ""});
-    const Tokenizer tokenizer(path);
-    const Strings cases[] = {
+    const Tokenizer tokenizer(write_pairs(kMerges));
+    const std::pair<const char*, const char*> cases[] = {
         {"abc", "|a|bc"},       // the merge that was learnt first, not the first in the text
         {"abcd", "|abcd"},      // a word that is a token is that token, even if no merges make it
         {"aaaaa", "|aa|aa|a"},  // the leftmost of equals
@@ -510,32 +593,37 @@ TEST(tokenizer_encodes_pairs) {
         {"<|a|>", "|<||a||>"},
         {"a\na\tb", "|a|\n|a|\t|b"},  // white space that is one character is a word
     };
-    for (const Strings& c : cases) {
-        std::string tokens;
-        for (const int token : tokenizer.encode(c[0], 50257, ""))
-            tokens += "|" + tokenizer.decode(token);
-        if (tokens != c[1])
-            test::report(__FILE__, __LINE__, c[1] + " expected, found " + tokens);
+    for (const auto& [text, pieces] : cases) {
+        check_pieces(tokenizer, text, pieces);
         for (const int vocab : {kByteVocab, 50256})
-            CHECK(tokenizer.encode(c[0], vocab, "") == encode_bytes(c[0]));
+            CHECK(tokenizer.encode(text, vocab, "") == encode_bytes(text));
     }
+}
+
+TEST(tokenizer_encodes_long_words) {
+    const Tokenizer tokenizer(write_pairs(kMerges));
     for (const char c : {'a', '\n'})  // in square time this would take minutes
         CHECK(tokenizer.encode(std::string(400000, c), 50257, "").size() == 200000);
-    // These are not UTF-8: a lone continuation, overlong, cut, surrogate, past U+10FFFF, never a
-    // lead byte.
-    for (const char* bad :
+}
+
+// A lone continuation, overlong, cut, a surrogate, past U+10FFFF, never a lead byte.
+TEST(tokenizer_refuses_what_is_not_utf8) {
+    const Tokenizer tokenizer(write_pairs(kMerges));
+    for (const std::string bad :
          {"\x80", "\xC1\xBF", "\xC3!", "\xE0\x9F\xBF", "\xE2\x82", "\xED\xA0\x80",
           "\xF0\x8F\xBF\xBF", "\xF0\x9F\x99", "\xF4\x90\x80\x80", "\xF8\x88\x80\x80\x80", "\xFF"})
-        CHECK_ERROR(
-            tokenizer.encode("é " + std::string(bad), 50257, "book.txt"),
-            format("book.txt: invalid UTF-8 at offset 3: found byte 0x%02x; convert it to UTF-8",
-                   *bad & 0xFF));
+        CHECK_ERROR(tokenizer.encode("é " + bad, 50257, "book.txt"),
+                    format("book.txt: invalid UTF-8 at offset 3: found byte 0x%02x",
+                           static_cast<unsigned char>(bad[0])));
+}
+
+TEST(tokenizers_that_do_not_fit_are_named) {
+    const std::string path = folder() + "/tokenizer.bin";
     write_file(path, tokenizer_file(2, {"a", "bc", ""}));
-    CHECK_ERROR(Tokenizer(path).encode("a b", 50257, ""),
-                path + ": no token for byte 0x20; give GPT-2's");
+    CHECK_ERROR(Tokenizer(path).encode("a b", 50257, ""), path + ": no token for byte 0x20");
     write_file(path, tokenizer_file(2, Strings(50258, "a")));
     CHECK_ERROR(Tokenizer(path).encode("a", 50257, ""),
-                path + ": 50258 tokens, but the model's vocabulary is 50257; give");
+                path + ": 50258 tokens, but the model's vocabulary is 50257");
 }
 
 // GPT-2's pattern takes these seven endings from what follows them, whatever that is, and no
@@ -553,20 +641,13 @@ TEST(tokenizer_cuts_contractions) {
     }
     const Tokenizer tokenizer(write_pairs(merges));
     const auto check = [&](const std::string& text, const std::string& expected) {
-        std::string tokens;
-        for (const int token : tokenizer.encode(text, 50257, "")) {
-            tokens += "|" + tokenizer.decode(token);
-        }
-        if (tokens != expected) {
-            test::report(__FILE__, __LINE__, text + ": expected " + expected + ", found " + tokens);
-        }
+        check_pieces(tokenizer, text, expected);
     };
 
     for (const std::string& ending : endings) {
         std::string upper = ending;
-        for (char& c : upper) {
+        for (char& c : upper)
             c = static_cast<char>(std::toupper(c));
-        }
         const std::string letters = ending.substr(1);
 
         check("x" + ending, "|x|" + ending);                  // at the end
@@ -590,22 +671,29 @@ static GoodFile good_choices() {
 
 TEST(choices) {
     const GoodFile file = good_choices();
-    const std::string path = file.path;
-    const std::vector<Choice> read = read_choices(path, 257, 64);
-    CHECK(read.size() == 2 &&
-          // the longest has 40 bytes
-          file.bytes.compare(0, 1024, header_of({20240522, 1, 2, 40})) == 0);
+    const size_t longest = 40;  // bytes of an example
+    CHECK(file.bytes.compare(0, 1024, header_of({20240522, 1, 2, longest})) == 0);
+    const std::vector<Choice> read = read_choices(file.path, 257, 64);
+    CHECK(read.size() == 2);
     for (size_t i = 0; i < read.size(); i++) {
         const auto parts = [](const Choice& c) {
             return std::tie(c.index, c.label, c.context, c.endings);
         };
         CHECK(parts(read[i]) == parts(kChoices[i]));
     }
+}
+
+TEST(choices_that_do_not_fit_the_model) {
+    const std::string path = good_choices().path;
     CHECK_ERROR(read_choices(path, 256, 64),
                 path + ": token at offset 1076: expected 0..255, found 256");
     CHECK_ERROR(read_choices(path, 257, 4),
                 "length of an example at offset 1060: expected at most T = 4 tokens");
     CHECK(read_choices(path, 257, 5).size() == 2);  // the last token is only predicted
+}
+
+TEST(choices_errors) {
+    const GoodFile file = good_choices();
     // its label is the fifth
     file.poke(1030, '\4', "number of endings at offset 1032: expected 5..64, found 4");
     file.poke(1024, '\xBF',
@@ -613,14 +701,14 @@ TEST(choices) {
     file.poke(1032, '\x44', "number of endings at offset 1032: expected 2..64, found 68");
     for (const char* more : {"x", "xx"})
         file.check(file.bytes + more, format("too long: expected %zu bytes", file.bytes.size()));
-    write_choices(path, {});
-    CHECK_ERROR(file.read(path), path + ": no examples");
+    write_choices(file.path, {});
+    CHECK_ERROR(file.read(file.path), file.path + ": no examples");
 
     // Without a token there is nothing to predict, and nothing to predict it from.
-    write_choices(path, {{1, 0, {}, {{1}, {2}}}});
-    CHECK_ERROR(file.read(path), "length of a context at offset 1034");
-    write_choices(path, {{1, 0, {5}, {{1}, {}}}});
-    CHECK_ERROR(file.read(path), "length of an ending at offset 1042");
+    write_choices(file.path, {{1, 0, {}, {{1}, {2}}}});
+    CHECK_ERROR(file.read(file.path), "length of a context at offset 1034");
+    write_choices(file.path, {{1, 0, {5}, {{1}, {}}}});
+    CHECK_ERROR(file.read(file.path), "length of an ending at offset 1042");
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -629,21 +717,21 @@ TEST(choices) {
 namespace {
 
 struct TestLoader : Loader {
-    size_t B, T;
-    TestLoader(const Source& source, int B, int T, int vocab = 50257, bool shuffle = false,
-               uint64_t seed = 0, const Tokenizer& tokenizer = {})
-        : Loader(source, {.B = B, .T = T, .vocab = vocab, .shuffle = shuffle, .seed = seed},
-                 tokenizer),
-          B(B),
-          T(T) {}
+    size_t B;
+    size_t T;
+
+    TestLoader(const Source& source, const LoaderOptions& options, const Tokenizer& tokenizer = {})
+        : Loader(source, options, tokenizer), B(options.B), T(options.T) {}
+
     // The next B windows of T + 1 tokens. The targets are the inputs shifted by one.
     std::vector<Tokens> batch() {
         Tokens inputs(B * T, -7);
         Tokens targets(B * T, -7);
         next(inputs.data(), targets.data());
         std::vector<Tokens> windows;
-        for (auto in = inputs.begin(), out = targets.begin(); in != inputs.end();
-             in += T, out += T) {
+        for (size_t at = 0; at < B * T; at += T) {
+            const int* const in = &inputs[at];
+            const int* const out = &targets[at];
             CHECK(std::equal(in + 1, in + T, out));
             windows.emplace_back(in, in + T);
             windows.back().push_back(out[T - 1]);
@@ -651,6 +739,7 @@ struct TestLoader : Loader {
         return windows;
     }
 };
+
 bool operator==(const LoaderState& a, const LoaderState& b) {
     return a.epoch == b.epoch && a.window == b.window && a.batches == b.batches;
 }
@@ -659,6 +748,7 @@ bool operator==(const LoaderState& a, const LoaderState& b) {
 // 10 + 1 + 5 + 0 + 14 = 30 windows.
 const std::vector<Tokens> kShards = {counting(41), counting(8, 1000), counting(23, 2000),
                                      counting(4, 3000), counting(60, 4000)};
+
 std::string write_shards(const std::vector<Tokens>& shards) {
     const std::string path = folder();
     for (size_t i = 0; i < shards.size(); i++)
@@ -668,85 +758,138 @@ std::string write_shards(const std::vector<Tokens>& shards) {
 
 }  // namespace
 
-// Whatever the data, an epoch has each window once, with shuffle in an order of its own. Three
-// epochs may end inside batches. Reading, restoring and skipping (as ranks do the batches of
-// others) come to the same at every point.
-TEST(loader_reads_each_window_from_any_point) {
-    const std::string text = folder() + "/text";
-    const std::string book = folder() + "/book.txt";
+namespace {
+
+// Data that a loader reads, and the tokens that must be in it.
+struct Data {
+    std::string pattern;
+    std::string description;  // how it begins
+    std::vector<Tokens> shards;
+    int vocab = 50257;
+    Tokenizer tokenizer = {};
+};
+
+// Text files begin with the end of a text.
+Tokens with_end_before(Tokens tokens) {
+    tokens.insert(tokens.begin(), 50256);
+    return tokens;
+}
+
+std::vector<Data> all_data() {
     std::string bytes("naïve €5 – 😀\n\r\t\x7F\xFF\xC3");
     for (int i = 1; i < 256; i++)
         bytes += static_cast<char>(i);
+    const std::string text = folder() + "/text";
     write_file(text, bytes);
+    const Tokens in_bytes = with_end_before(encode_bytes(bytes));
+
+    const std::string book = folder() + "/book.txt";
     write_file(book, "It rained. It rained on.\n\nIt");
-    const Tokenizer none;
     const Tokenizer pairs(write_pairs({"It", " r", "ai", " rai", "ne"}));
-    Tokens in_bytes = encode_bytes(bytes);
-    Tokens in_pairs = pairs.encode(read_file(book), 50257, "");
-    in_bytes.insert(in_bytes.begin(), 50256);
-    in_pairs.insert(in_pairs.begin(), 50256);
+    const Tokens in_pairs = with_end_before(pairs.encode(read_file(book), 50257, ""));
+
     const Tokens documents = {50256, 1, 2, 255, 50256, 3, 4, 50256, 9};
-    const struct {
-        std::string pattern, description;
-        int vocab;
-        std::vector<Tokens> shards;
-    } cases[] = {
-        {write_shards(kShards),
-         "5 shards, 136 tokens; left out: 8 at the shards' ends, 4 in shards shorter than 5: ",
-         50257, kShards},
-        {write_shards({documents}), "1 shard, 9 tokens", 50257, {documents}},
-        {write_shards({documents}), "1 shard, 9 tokens", kByteVocab, {documents}},
-        {text, "text file, 282 tokens", kByteVocab, {in_bytes}},
-        {text, "text file, 282 tokens", 50304, {in_bytes}},
-        {book, format("text file, %zu BPE tokens", in_pairs.size()), 50257, {in_pairs}}};
-    for (const auto& c : cases)
-        for (const bool shuffle : {false, true}) {
-            std::vector<Tokens> windows;
-            for (Tokens shard : c.shards) {
-                if (c.vocab == kByteVocab)
-                    std::replace(shard.begin(), shard.end(), 50256, 256);
-                for (size_t at = 0; at + 4 < shard.size(); at += 4)
-                    windows.emplace_back(&shard[at], &shard[at] + 5);
-            }
-            const size_t n = windows.size();
-            const size_t B = std::min<size_t>(n, 4);
-            const size_t batches = (3 * n + B - 1) / B;
-            const Tokenizer& tokenizer = c.pattern == book ? pairs : none;
-            TestLoader loader(c.pattern, B, 4, c.vocab, shuffle, 3, tokenizer);
-            CHECK(loader.windows() == n);
-            CHECK(loader.description().compare(0, c.description.size(), c.description) == 0);
-            std::vector<std::vector<Tokens>> stream;
-            std::vector<Tokens> read;
-            for (size_t i = 0; i < batches; i++) {
-                CHECK((loader.state() == LoaderState{B * i / n, B * i % n, i}));
-                stream.push_back(loader.batch());
-                read.insert(read.end(), stream.back().begin(), stream.back().end());
-            }
-            if (shuffle)
-                std::sort(windows.begin(), windows.end());
-            for (size_t epoch = 0; epoch < 3; epoch++) {
-                std::vector<Tokens> order(&read[epoch * n], &read[epoch * n] + n);
-                if (shuffle)
-                    std::sort(order.begin(), order.end());
-                CHECK(order == windows);
-            }
-            for (size_t i = 0; i < batches; i++) {
-                const LoaderState from = {B * i / n, B * i % n, i};
-                TestLoader resumed(c.pattern, B, 4, c.vocab, shuffle, 3, tokenizer);
-                resumed.restore(from);
-                for (size_t k = i; k < batches; k++) {
-                    CHECK(resumed.batch() == stream[k]);
-                    loader.restore(from);  // also in a loader that is somewhere else
-                    loader.skip(k - i);
-                    CHECK(loader.state().batches == k && loader.batch() == stream[k]);
-                }
-            }
-            loader.reset();
-            CHECK(loader.batch() == stream[0]);
-            CHECK_ERROR(
-                loader.restore({0, n, 0}),
-                format("an epoch has %zu windows, but the checkpoint is at window %zu", n, n));
+    return {{write_shards(kShards),
+             "5 shards, 136 tokens; left out: 8 at the shards' ends, 4 in shards shorter than 5: ",
+             kShards},
+            {write_shards({documents}), "1 shard, 9 tokens", {documents}},
+            {write_shards({documents}), "1 shard, 9 tokens", {documents}, kByteVocab},
+            {text, "text file, 282 tokens", {in_bytes}, kByteVocab},
+            {text, "text file, 282 tokens", {in_bytes}, 50304},
+            {book, format("text file, %zu BPE tokens", in_pairs.size()), {in_pairs}, 50257, pairs}};
+}
+
+// The windows of 5 tokens that an epoch has, in the data's order.
+std::vector<Tokens> windows_of(const Data& data) {
+    std::vector<Tokens> windows;
+    for (Tokens shard : data.shards) {
+        if (data.vocab == kByteVocab)
+            std::replace(shard.begin(), shard.end(), 50256, 256);
+        for (size_t at = 0; at + 4 < shard.size(); at += 4)
+            windows.emplace_back(&shard[at], &shard[at] + 5);
+    }
+    return windows;
+}
+
+// Three epochs of data, which may end inside batches.
+struct ThreeEpochs {
+    Data data;
+    bool shuffle;
+    std::vector<Tokens> windows = windows_of(data);
+    size_t n = windows.size();
+    size_t B = std::min<size_t>(n, 4);
+    size_t batches = (3 * n + B - 1) / B;
+    LoaderOptions options = {
+        .B = static_cast<int>(B), .T = 4, .vocab = data.vocab, .shuffle = shuffle, .seed = 3};
+
+    LoaderState state_before(size_t batch) const { return {B * batch / n, B * batch % n, batch}; }
+
+    std::vector<std::vector<Tokens>> read() const {
+        TestLoader loader(data.pattern, options, data.tokenizer);
+        CHECK(loader.windows() == n);
+        CHECK(loader.description().find(data.description) == 0);
+        std::vector<std::vector<Tokens>> all;
+        for (size_t i = 0; i < batches; i++) {
+            CHECK(loader.state() == state_before(i));
+            all.push_back(loader.batch());
         }
+        loader.reset();
+        CHECK(loader.batch() == all[0]);
+        return all;
+    }
+};
+
+// Each epoch has every window once, in order if the data is not shuffled.
+void check_epochs(const ThreeEpochs& e) {
+    std::vector<Tokens> read;
+    for (const std::vector<Tokens>& batch : e.read())
+        read.insert(read.end(), batch.begin(), batch.end());
+    std::vector<Tokens> expected = e.windows;
+    if (e.shuffle)
+        std::sort(expected.begin(), expected.end());
+    for (size_t epoch = 0; epoch < 3; epoch++) {
+        std::vector<Tokens> windows(&read[epoch * e.n], &read[epoch * e.n] + e.n);
+        if (e.shuffle)
+            std::sort(windows.begin(), windows.end());
+        CHECK(windows == expected);
+    }
+}
+
+// From any point, a new loader and one that was somewhere else continue with the same batches. So
+// does one that skips batches, as a rank does those of other ranks.
+void check_continues(const ThreeEpochs& e) {
+    const std::vector<std::vector<Tokens>> all = e.read();
+    TestLoader other(e.data.pattern, e.options, e.data.tokenizer);
+    for (size_t from = 0; from < e.batches; from++) {
+        TestLoader resumed(e.data.pattern, e.options, e.data.tokenizer);
+        resumed.restore(e.state_before(from));
+        for (size_t i = from; i < e.batches; i++) {
+            CHECK(resumed.batch() == all[i]);
+            other.restore(e.state_before(from));
+            other.skip(i - from);
+            CHECK(other.state().batches == i);
+            CHECK(other.batch() == all[i]);
+        }
+    }
+}
+
+}  // namespace
+
+TEST(loader_reads_each_window_in_each_epoch) {
+    for (const Data& data : all_data())
+        for (const bool shuffle : {false, true})
+            check_epochs({data, shuffle});
+}
+
+TEST(loader_continues_from_any_point) {
+    for (const Data& data : all_data())
+        for (const bool shuffle : {false, true})
+            check_continues({data, shuffle});
+}
+
+TEST(loader_refuses_a_window_past_the_end) {
+    TestLoader loader(write_shards(kShards), {.B = 4, .T = 4});
+    CHECK_ERROR(loader.restore({0, 30, 0}), "window 30");
 }
 
 // Checkpoints hold a position in the order, so that it can never change. When it was chosen, the
@@ -757,7 +900,8 @@ TEST(loader_shuffle) {
     for (const std::vector<Tokens>& shards :
          {kShards, {counting(101), counting(101, 1000)}, {counting(4001)}})
         for (int seed = 0; seed < 9; seed++) {
-            TestLoader loader(write_shards(shards), 10, 4, 50257, true, seed);
+            TestLoader loader(write_shards(shards),
+                              {.B = 10, .T = 4, .shuffle = true, .seed = uint64_t(seed)});
             for (int i = 0; i < 300; i++)
                 for (const Tokens& window : loader.batch())
                     orders = checksum64(&window[0], sizeof(int), orders);
@@ -768,71 +912,88 @@ TEST(loader_shuffle) {
 static GoodFile good_shard() {
     return {[](const std::string& path) { write_shard(path, counting(17)); },
             [](const std::string& path) {
-                TestLoader loader(path, 2, 4);
+                TestLoader loader(path, {.B = 2, .T = 4});
                 for (int i = 0; i < 20; i++)
                     loader.batch();
             }};
 }
 
-TEST(loader_errors) {
+TEST(shard_errors) {
     const GoodFile file = good_shard();
-    const std::string path = file.path;
-    const std::string here = fs::path(path).parent_path();
-    file.poke(
-        0, 20240326,
-        "wrong magic at offset 0: expected 20240520, found 20240326; this is a model checkpoint");
-    file.poke(8, -1,
-              "damaged header: number of tokens at offset 8: expected 0..2147483647, found -1");
+    file.poke(0, 20240326, "offset 0: expected 20240520, found 20240326; this is a model");
+    file.poke(8, -1, "number of tokens at offset 8: expected 0..2147483647, found -1");
     file.poke(
         8, INT_MAX,
         "truncated: the header says 2147483647 tokens, expected 4294968318 bytes, found 1058");
+    file.poke(8, 16, "too long: the header says 16 tokens, expected 1056 bytes, found 1058");
     file.check(file.bytes.substr(0, 1023),
                "truncated: expected a header of 1024 bytes, found a file of 1023");
-    file.poke(8, 16, "too long: the header says 16 tokens, expected 1056 bytes, found 1058");
+}
 
+// B windows are not needed, but one is. <|endoftext|> before a text counts, and a name with
+// characters of a pattern is a name first.
+TEST(data_that_is_just_enough) {
+    const std::string here = folder();
+    write_file(here + "/b.txt", "this is text, long enough for a batch or two");
+    write_file(here + "/exact.md", "abcdefgh");  // 9 tokens
+    for (const auto& [name, tokens] :
+         {std::pair<const char*, size_t>{"/8", 8}, {"/9", 9}, {"/x[1].bin", 17}})
+        write_shard(here + name, counting(tokens));
+    for (const char* name : {"/b.txt", "/exact.md", "/8", "/9", "/x[1].bin"})
+        TestLoader(here + name, {.B = 2, .T = 4});
+
+    // an empty shard has no window
+    const std::string pattern = write_shards({{}, counting(9), {}});
+    CHECK(TestLoader(pattern, {.B = 1, .T = 4}).windows() == 2);
+}
+
+TEST(data_that_cannot_be_used_is_named) {
+    const std::string here = folder();
     const std::string text = here + "/b.txt";
-    const std::string exact = here + "/exact.md";
-    const std::string name = here + "/x[1].bin";
-    const std::string small = write_shards(std::vector<Tokens>(10, counting(4)));
-    for (const std::string& shard : {path, name})
-        write_file(shard, file.bytes);
     write_file(text, "this is text, long enough for a batch or two");
-    write_file(exact, "abcdefgh");  // 9 tokens with <|endoftext|>
-    for (const size_t n : {0, 4, 8, 9})
-        write_shard(here + format("/%zu", n), counting(n));
-    for (const std::string& enough : {path, text, exact, here + "/9", here + "/8", name})
-        TestLoader(enough, 2, 4);
+    write_shard(here + "/4", counting(4));
+    const std::string small = write_shards(std::vector<Tokens>(10, counting(4)));
     const std::pair<std::string, std::string> unusable[] = {
-        {here + "/missing_*.bin", ": no such file, and no file matches it"},
+        {here + "/missing_*.bin", ": no such file"},
         {"", ": no such file"},
         {here, ": is a directory"},
-        {here + "/4", ": too little data: 4 tokens in 1 file, but a sequence needs 5 of one file"},
+        {here + "/4", ": too little data: 4 tokens in 1 file"},
         {small, ": too little data: 40 tokens in 10 files"}};  // no shard has a whole window
     for (const auto& [pattern, why] : unusable)
-        CHECK_ERROR(TestLoader(pattern, 2, 4), pattern + why);
-    CHECK_ERROR(TestLoader(here + "/[bf]*", 2, 4),
-                text + ": wrong magic at offset 0: expected 20240520, found ");
-    CHECK_ERROR(TestLoader(text, 2, 4, 50256),
-                text + ": text needs a vocabulary of 257 (bytes) or at least 50257");
+        CHECK_ERROR(TestLoader(pattern, {.B = 2, .T = 4}), pattern + why);
 
-    for (const auto& [vocab, limit, token] :
-         {std::tuple{kByteVocab, 256, 256}, {50304, 50304, 65535}, {50256, 50256, 50256}}) {
+    const std::string shard = write_shard(here + "/file.bin", counting(17));
+    CHECK_ERROR(TestLoader(here + "/[bf]*", {.B = 2, .T = 4}), text + ": wrong magic at offset 0");
+    CHECK_ERROR(TestLoader(text, {.B = 2, .T = 4, .vocab = 50256}),
+                text + ": text needs a vocabulary of 257 (bytes) or at least 50257");
+}
+
+// The second batch has a token past the vocabulary.
+TEST(tokens_past_the_vocabulary_are_named) {
+    const struct {
+        int vocab;
+        int limit;
+        uint16_t token;
+    } cases[] = {{kByteVocab, 256, 256}, {50304, 50304, 65535}, {50256, 50256, 50256}};
+    const std::string path = folder() + "/shard.bin";
+    for (const auto& c : cases) {
         std::vector<uint16_t> tokens(13);
-        tokens[10] = token;
+        tokens[10] = c.token;
         write_file(path, header_of({20240520, 1, 13}) + bytes_of(tokens));
-        TestLoader loader(path, 2, 3, vocab);
+        TestLoader loader(path, {.B = 2, .T = 3, .vocab = c.vocab});
         loader.batch();
         CHECK_ERROR(
             loader.batch(),
             path +
                 format(": token at offset 1044: expected less than the vocabulary of %d, found %d",
-                       limit, token));
+                       c.limit, c.token));
     }
-    // An empty shard has no window.
-    CHECK(TestLoader(write_shards({{}, counting(9), {}}), 1, 4).windows() == 2);
+}
 
-    TestLoader loader(path, 2, 4);
-    fs::resize_file(path, 1030);  // the data changes while a loader runs
+TEST(data_that_becomes_shorter_is_named) {
+    const std::string path = write_shard(folder() + "/shard.bin", counting(17));
+    TestLoader loader(path, {.B = 2, .T = 4});
+    fs::resize_file(path, 1030);
     CHECK_ERROR(loader.batch(), path + ": truncated: expected 10 bytes at offset 1024, found 6");
 }
 
@@ -844,82 +1005,104 @@ TEST(loader_reads_from_memory) {
     const std::string path = folder() + "/shard.bin";
     write_file(path, header_of({20240520, 1, 41}) + bytes_of(tokens));
     for (const int vocab : {kByteVocab, 50304}) {
-        TestLoader memory({"my tokens", tokens}, 3, 4, vocab, true, 7);
-        TestLoader shard(path, 3, 4, vocab, true, 7);
-        CHECK(memory.windows() == 10 && memory.description() == "my tokens, 41 tokens");
+        const LoaderOptions options = {.B = 3, .T = 4, .vocab = vocab, .shuffle = true, .seed = 7};
+        TestLoader memory({"my tokens", tokens}, options);
+        TestLoader shard(path, options);
+        CHECK(memory.windows() == 10);
+        CHECK(memory.description() == "my tokens, 41 tokens");
         for (int i = 0; i < 7; i++)
             CHECK(memory.batch() == shard.batch());
         CHECK(memory.state() == shard.state());
     }
-    const uint64_t before = TestLoader({"my tokens", tokens}, 1, 4).identity();
-    CHECK(TestLoader({"elsewhere", tokens}, 2, 3).identity() == before);
-    CHECK_ERROR(TestLoader({"my tokens", tokens}, 1, 4, 256),
+    const uint64_t before = TestLoader({"my tokens", tokens}, {.T = 4}).identity();
+    CHECK(TestLoader({"elsewhere", tokens}, {.B = 2, .T = 3}).identity() == before);
+    CHECK_ERROR(TestLoader({"my tokens", tokens}, {.T = 4, .vocab = 256}),
                 "my tokens: text needs a vocabulary of 257");
-    CHECK_ERROR(TestLoader({"my tokens", tokens}, 1, 41), "my tokens: too little data: 41 tokens");
+    CHECK_ERROR(TestLoader({"my tokens", tokens}, {.T = 41}), "my tokens: too little data: 41");
     tokens[40]++;
-    CHECK(TestLoader({"my tokens", tokens}, 1, 4).identity() != before);
+    CHECK(TestLoader({"my tokens", tokens}, {.T = 4}).identity() != before);
 }
 
+// More than files may be open.
 TEST(loader_many_shards) {
     const std::string pattern = write_shards(std::vector<Tokens>(100, counting(5)));
     rlimit before;
     getrlimit(RLIMIT_NOFILE, &before);
-    const rlimit few = {40, before.rlim_max};  // open files
+    const rlimit few = {40, before.rlim_max};
     setrlimit(RLIMIT_NOFILE, &few);
-    TestLoader loader(pattern, 8, 2, 50257, true);
+    TestLoader loader(pattern, {.B = 8, .T = 2, .shuffle = true});
     for (int i = 0; i < 25; i++)
         loader.batch();
-    CHECK(loader.description() == "100 shards, 500 tokens" &&
-          (loader.state() == LoaderState{1, 0, 25}));
+    CHECK(loader.description() == "100 shards, 500 tokens");
+    CHECK((loader.state() == LoaderState{1, 0, 25}));
     setrlimit(RLIMIT_NOFILE, &before);
 }
 
 TEST(loader_larger_than_2_gib) {
     const std::string path = folder() + "/large.bin";
-    const int tokens = 2147000001;
-    const int T = 1000;  // 4.3 GB, nearly all of it a hole
+    const int tokens = 2147000001;  // 4.3 GB, nearly all of it a hole
+    const int T = 1000;
     std::vector<uint16_t> end(2 * T + 1);
     std::iota(end.begin(), end.end(), 100);
     write_file(path, header_of({20240520, 1, tokens}));
     if (truncate(path.c_str(), 1024 + 2 * (off_t(tokens) - 2 * T - 1)))
         SKIP("no sparse files here: %s", std::strerror(errno));
     std::ofstream(path, std::ios::app | std::ios::binary) << bytes_of(end);
-    TestLoader loader(path, 2, T);
-    CHECK(loader.windows() == 2147000 && loader.description() == "1 shard, 2.1 G tokens");
+
+    TestLoader loader(path, {.B = 2, .T = T});
+    CHECK(loader.windows() == 2147000);
+    CHECK(loader.description() == "1 shard, 2.1 G tokens");
     loader.restore({3, 2146998, 0});
     CHECK((loader.batch() == std::vector<Tokens>{counting(T + 1, 100), counting(T + 1, 100 + T)}));
     CHECK((loader.state() == LoaderState{4, 0, 1}));
 }
 
+// -------------------------------------------------------------------------------------------------
+// Text
+
+static const std::string kEnd = "<|endoftext|>";
+
 // The expected documents are written by hand after the rule of data/text.h.
 TEST(documents_of_a_text) {
-    const std::string end = "<|endoftext|>";
     const std::pair<std::string, Strings> cases[] = {
         {"one text\r\n", {"one text\r\n"}},
         {"\xEF\xBB\xBF"
          "a\xEF\xBB\xBF",
          {"a\xEF\xBB\xBF"}},
-        {"a\r\nb\r\n" + end + "\r\nc\r\n", {"a\r\nb", "c\r\n"}},
-        {"a\n\n" + end + "\n\nb", {"a\n", "\nb"}},
-        {end + "\n" + end + "a" + end + end + "b\r" + end + "\rc\n" + end + "\n",
+        {"a\r\nb\r\n" + kEnd + "\r\nc\r\n", {"a\r\nb", "c\r\n"}},
+        {"a\n\n" + kEnd + "\n\nb", {"a\n", "\nb"}},
+        {kEnd + "\n" + kEnd + "a" + kEnd + kEnd + "b\r" + kEnd + "\rc\n" + kEnd + "\n",
          {"a", "b\r", "\rc"}},
-        {" \n\t" + end + "\xE2\x80\x83\x1C\x1F" + end + "x", {"x"}},
-        {"<|endoftext" + end + "|>", {"<|endoftext", "|>"}},
+        {" \n\t" + kEnd + "\xE2\x80\x83\x1C\x1F" + kEnd + "x", {"x"}},
+        {"<|endoftext" + kEnd + "|>", {"<|endoftext", "|>"}},
         {"", {}}};
     for (const auto& [text, expected] : cases)
         CHECK(documents(text) == expected);
+}
+
+TEST(loader_reads_documents) {
     const std::string path = folder() + "/docs.txt";
-    write_file(path, "ab\n" + end + "\ncd");
-    CHECK((TestLoader(path, 1, 5, kByteVocab).batch() ==
+    write_file(path, "ab\n" + kEnd + "\ncd");
+    CHECK((TestLoader(path, {.T = 5, .vocab = kByteVocab}).batch() ==
            std::vector<Tokens>{{256, 64, 65, 256, 66, 67}}));
-    CHECK((Tokenizer().encode_prompt("a\n" + end + "b" + end, 50257, "") ==
-           Tokens{64, 198, 50256, 65, 50256}));
-    CHECK((Tokenizer().encode_prompt(end + "a", kByteVocab, "") == Tokens{256, 64}));
-    const Tokenizer pairs(write_pairs({"ab"}));
-    CHECK((pairs.encode_prompt("ab" + end, 50257, "") == Tokens{256, 50256}));
-    write_file(path, "a" + end + "b\xFF");
-    CHECK_ERROR(TestLoader(path, 1, 1, 50257, false, 0, pairs),
+
+    // an offset counts from the beginning of the file
+    write_file(path, "a" + kEnd + "b\xFF");
+    CHECK_ERROR(TestLoader(path, {}, Tokenizer(write_pairs({"ab"}))),
                 path + ": invalid UTF-8 at offset 15");
+}
+
+TEST(prompts_may_have_ends_of_texts) {
+    const Tokenizer bytes;
+    const Tokenizer pairs(write_pairs({"ab"}));
+    CHECK((bytes.encode_prompt("a\n" + kEnd + "b" + kEnd, 50257, "") ==
+           Tokens{64, 198, 50256, 65, 50256}));
+    CHECK((bytes.encode_prompt(kEnd + "a", kByteVocab, "") == Tokens{256, 64}));
+    CHECK((pairs.encode_prompt("ab" + kEnd, 50257, "") == Tokens{256, 50256}));
+}
+
+TEST(files_that_are_not_text_are_named) {
+    const std::string path = folder() + "/docs.txt";
     for (const auto& [bytes, what] :
          {std::pair<std::string, const char*>{"\x93NUMPY and more", "NumPy"},
           {std::string("\x08\0\0\0\0\0\0\0{}", 10), "safetensors"},
@@ -936,61 +1119,76 @@ TEST(documents_of_a_text) {
           {std::string("\0\0\xFE\xFF\0\0\0h", 8), "UTF-32"},
           {std::string("h\0i\0", 4), "zero byte at offset 1"}}) {
         write_file(path, bytes);
-        CHECK_ERROR(TestLoader(path, 1, 1), what);
+        CHECK_ERROR(TestLoader(path, {}), what);
     }
 }
+
+// -------------------------------------------------------------------------------------------------
+// Names of files
 
 // A shell gives back what was quoted for it.
 TEST(names_in_commands) {
     for (const std::string name : {"run1", "", "-x;&|", "it's $HOME `x` \"q\" \\ *\n"})
         CHECK(shell("printf %s " + shell_quoted(name)).out == name);
-
-    // A pattern that was made of a path means this path and no other.
-    const std::string here = folder();
-    for (const std::string name : {"a*", "b?", "c[de]", "f\\g", "h]"}) {
-        write_shard(here + "/" + name + "1", counting(9));
-    }
-    for (const std::string name : {"ax1", "bx1", "cd1", "fg1", "f\\\\g1"}) {
-        write_shard(here + "/" + name, counting(8));
-    }
-    for (const std::string name : {"a*", "b?", "c[de]", "f\\g", "h]"}) {
-        CHECK(TestLoader(glob_escaped(here + "/" + name) + "*", 1, 4).description() ==
-              "1 shard, 9 tokens");
-    }
 }
 
-// dev/test_resume has what a run says of other data.
+// A pattern that was made of a path matches this path and no other.
+TEST(escaped_patterns) {
+    const std::string here = folder();
+    const Strings names = {"a*", "b?", "c[de]", "f\\g", "h]"};
+    for (const std::string& name : names)
+        write_shard(here + "/" + name + "1", counting(9));
+    for (const std::string other : {"ax1", "bx1", "cd1", "fg1", "f\\\\g1"})
+        write_shard(here + "/" + other, counting(8));
+    for (const std::string& name : names)
+        CHECK(TestLoader(glob_escaped(here + "/" + name) + "*", {.T = 4}).description() ==
+              "1 shard, 9 tokens");
+}
+
+// -------------------------------------------------------------------------------------------------
+// What identifies data
+
+// dev/test_resume tests what a run says of other data.
 TEST(loader_identity) {
     const auto identity = [](const std::string& pattern) {
-        return TestLoader(pattern, 1, 4).identity();
+        return TestLoader(pattern, {.T = 4}).identity();
     };
     const std::string moved = folder();
     const std::string all = moved + "/*.bin";
     const std::string pattern = write_shards(kShards);
     fs::copy(fs::path(pattern).parent_path(), moved);
-    // of the data, however it is read
-    const uint64_t before = TestLoader(pattern, 2, 3, 65536, true, 8).identity();
-    CHECK(identity(all) == before);
+    const LoaderOptions options = {.B = 2, .T = 3, .vocab = 65536, .shuffle = true, .seed = 8};
+    const uint64_t before = TestLoader(pattern, options).identity();
+    CHECK(identity(all) == before);  // however it is read
     write_shard(moved + "/z.bin", {});
     CHECK(identity(all) != before);
-    write_file(moved + "/text", "ab ab");  // other tokens are other data
-    CHECK(TestLoader(moved + "/text", 1, 1, 50257, false, 0, Tokenizer(write_pairs({"ab"})))
-              .identity() != TestLoader(moved + "/text", 1, 1).identity());
-    // A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it
-    // spread over the rest.
+}
+
+// Other tokens are other data.
+TEST(loader_identity_of_a_text) {
+    const std::string text = folder() + "/text";
+    write_file(text, "ab ab");
+    const Tokenizer pairs(write_pairs({"ab"}));
+    CHECK(TestLoader(text, {}, pairs).identity() != TestLoader(text, {}).identity());
+}
+
+// A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it
+// spread over the rest.
+TEST(loader_identity_of_a_large_file) {
+    const std::string path = folder() + "/large";
     const size_t n = 3 << 20;  // tokens
-    std::set<uint64_t> sampled;
-    for (const auto& [at, tokens] : {std::pair<size_t, size_t>{0, 0},
-                                     {n, 1},
-                                     {n - 1, 1},
-                                     {0, 1},
-                                     {n / 7, n / 100},
-                                     {n / 9 * 5, n / 100}}) {
-        Tokens shard(std::max(n, at + tokens), 'x');
-        std::fill_n(shard.begin() + at, tokens, 'y');
-        sampled.insert(identity(write_shard(moved + "/large", shard)));
+    const struct {
+        size_t at;
+        size_t tokens;
+    } changes[] = {{0, 0}, {n, 1}, {n - 1, 1}, {0, 1}, {n / 7, n / 100}, {n / 9 * 5, n / 100}};
+    std::set<uint64_t> seen;
+    for (const auto& change : changes) {
+        Tokens shard(std::max(n, change.at + change.tokens), 'x');
+        std::fill_n(shard.begin() + change.at, change.tokens, 'y');
+        write_shard(path, shard);
+        seen.insert(TestLoader(path, {.T = 4}).identity());
     }
-    CHECK(sampled.size() == 6);
+    CHECK(seen.size() == std::size(changes));
 }
 
 // Each shard's beginning, middle and end counts, however many shards there are. What changes has
@@ -999,7 +1197,7 @@ TEST(loader_identity_of_many_shards) {
     const size_t n = 3 * 4096;  // tokens, in seven blocks of 4 KiB
     for (const int count : {80, 90, 130, 300}) {
         const std::string pattern = write_shards(std::vector<Tokens>(count, Tokens(n, 'x')));
-        const auto identity = [&] { return TestLoader(pattern, 1, 64).identity(); };
+        const auto identity = [&] { return TestLoader(pattern, {.T = 64}).identity(); };
         std::set<uint64_t> seen = {identity()};
         size_t expected = 1;
         for (const int shard : {0, count / 2, count - 1}) {
@@ -1017,11 +1215,10 @@ TEST(loader_identity_of_many_shards) {
             expected++;
             write_shard(path, Tokens(n, 'x'));
         }
-        if (seen.size() != expected) {
+        if (seen.size() != expected)
             test::report(__FILE__, __LINE__,
                          format("%d shards: %zu of %zu changes are seen", count, seen.size() - 1,
                                 expected - 1));
-        }
     }
 }
 
@@ -1036,8 +1233,11 @@ TEST(vocabulary_of_a_large_shard) {
         CHECK(vocabulary_of(path, false) == 50257);
         tokens[at] = 'x';
     }
+}
 
-    // In a shard <|endoftext|> is 50256. What follows the bytes is a token of GPT-2's.
+// In a shard <|endoftext|> is 50256. A token after the bytes is one of GPT-2's.
+TEST(vocabulary_of_a_shard) {
+    const std::string path = folder() + "/shard.bin";
     for (const auto& [token, vocabulary] :
          {std::pair{255, kByteVocab}, {256, 50257}, {50255, 50257}, {50256, kByteVocab}}) {
         write_file(path, header_of({20240520, 1, 2}) +
@@ -1047,7 +1247,11 @@ TEST(vocabulary_of_a_large_shard) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// What no reader takes for its file
+// What every reader must refuse
+
+static std::vector<GoodFile> all_files() {
+    return {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()};
+}
 
 // Whatever a pointer of Git LFS is called, it is no data and no text.
 TEST(git_lfs_pointers_are_named) {
@@ -1055,52 +1259,67 @@ TEST(git_lfs_pointers_are_named) {
         "version https://git-lfs.github.com/spec/v1\n"
         "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
         "size 523130000\n";
-    for (const GoodFile& file :
-         {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
+    for (const GoodFile& file : all_files())
         for (const char* suffix : {"", ".txt", ".lfs"}) {
             const std::string path = file.path + suffix;
             write_file(path, pointer);
             CHECK_ERROR(file.read(path), path + ": a Git LFS pointer");
         }
-    }
     const std::string path = folder() + "/long.txt";
     write_file(path, pointer);
     CHECK_ERROR(vocabulary_of(path, false), path + ": a Git LFS pointer");
-    // Git LFS makes none that is so long. It is a text that quotes one.
+
+    // Git LFS makes none that is so long: this is a text that quotes one
     write_file(path, pointer + std::string(1024, 'x'));
-    TestLoader(path, 1, 4);
+    TestLoader(path, {.T = 4});
 }
 
-// `make sanitize` sees what else a reader does with them.
-TEST(other_paths_and_damaged_files) {
-    for (const GoodFile& file :
-         {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
+TEST(other_paths) {
+    for (const GoodFile& file : all_files()) {
         const std::string none = file.path + ".none";
         const std::string here = fs::path(file.path).parent_path();
         CHECK_ERROR(file.read(none), none + ": ");
         CHECK_ERROR(file.read(here), here + ": ");
         CHECK_ERROR(file.read("/dev/null"), "/dev/null: not a regular file");
+    }
+}
+
+// `make sanitize` sees what else a reader does with files like these.
+TEST(other_versions_and_lengths) {
+    for (const GoodFile& file : all_files()) {
+        file.read(file.path);
         file.poke(0, 77, "wrong magic at offset 0: expected ");
         file.poke(file.version_at, file.bytes[file.version_at] + 1,
                   format("wrong version at offset %zu: expected ", file.version_at));
         file.check(file.bytes + "xx", "");
+
         write_file(file.path, file.bytes);
-        file.read(file.path);
-        // Of a state no flipped bit goes unnoticed.
+        for (size_t length = file.bytes.size(); length-- > 0;) {
+            fs::resize_file(file.path, length);
+            const std::string error = test::error_of([&] { file.read(file.path); });
+            test::check_error(__FILE__, __LINE__, error, file.path + ": ");
+            test::check_error(__FILE__, __LINE__, error, "expected");
+        }
+    }
+}
+
+TEST(flipped_bits) {
+    for (const GoodFile& file : all_files()) {
         std::fstream in_place(file.path, std::ios::in | std::ios::out | std::ios::binary);
         for (size_t bit = 0; bit < 8 * std::min<size_t>(file.bytes.size(), 1100); bit++) {
             const char good = file.bytes[bit / 8];
-            in_place.seekp(bit / 8).put(static_cast<char>(good ^ 1 << bit % 8)).flush();
+            const int flipped = good ^ (1 << (bit % 8));
+            in_place.seekp(bit / 8).put(static_cast<char>(flipped)).flush();
             const std::string error = test::error_of([&] { file.read(file.path); });
-            CHECK(error.empty() ? file.version_at == 4
-                                : contains(error, file.path) && contains(error, "expected") &&
-                                      !contains(error, "\n"));
             in_place.seekp(bit / 8).put(good).flush();
-        }
-        for (size_t length = file.bytes.size(); length-- > 0;) {
-            fs::resize_file(file.path, length);
-            CHECK_ERROR(file.read(file.path), file.path + ": ");
-            CHECK_ERROR(file.read(file.path), "expected");
+
+            if (error.empty()) {
+                CHECK(!file.has_checksum);
+                continue;
+            }
+            CHECK(contains(error, file.path));
+            CHECK(contains(error, "expected"));
+            CHECK(!contains(error, "\n"));
         }
     }
 }
