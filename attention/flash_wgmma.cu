@@ -35,7 +35,7 @@
 // Run: ./dev/bench_attention --kernel flash_wgmma
 #include "attention/fragments.cuh"
 #include "attention/launch.h"
-#include "cuda/ptx_sm90.cuh"
+#include "cuda/pipeline_sm90.cuh"
 #include "cuda/tensor_map.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
