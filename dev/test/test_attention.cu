@@ -1212,7 +1212,9 @@ void few(const AttentionKernel<X>& kernel) {
 template <class X>
 void limits(const AttentionKernel<X>& kernel) {
     for (const AttentionShape& shape : {
-             whole(2, 100, 3, 80), whole(1, 70, 2, 32), whole(2731, 2, 25, 64),
+             whole(2, 100, 3, 80),
+             whole(1, 70, 2, 32),
+             whole(2731, 2, 25, 64),
              whole(65537, 1, 1, 64),  // more than a grid's y or z
          }) {
         const Problem<X>& p = problem<X>({shape});
