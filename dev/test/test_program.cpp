@@ -291,17 +291,17 @@ TEST(help_and_version) {
 
 TEST(models_that_cannot_be_had_are_usage_errors) {
     check_commands({
-        {2, "--device cpu -e gpt3:c768", "--init gpt3:c768"},
-        {2, "--device cpu -e run", "--init run"},  // a folder, or a name that is none
-        {2, "--device cpu --attention flash_simple", "--attention flash_simple"},
-        {2, "--device cpu --precision bf16", "--precision bf16"},
+        {2, tiny() + "-e gpt3:c768", "--init gpt3:c768"},
+        {2, tiny() + "-e run", "--init run"},  // a folder without a run
+        {2, tiny() + "--attention flash_simple", "--attention flash_simple"},
+        {2, tiny() + "--precision bf16", "--precision bf16"},
     });
 }
 
 TEST(commands_that_lack_an_option_are_usage_errors) {
     check_commands({
-        {2, "--device cpu --generate 5", "--generate"},
-        {2, "--device cpu --eval-only", "--eval-only"},
+        {2, "--device cpu --generate 5", "with -e"},
+        {2, "--device cpu --eval-only -j " + text_file(), "with -e"},
         {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
         {2, tiny() + "-y 1", "-o"},
         {2, tiny() + "-x 1 -o ''", "--output-dir (-o)"},
@@ -315,7 +315,7 @@ TEST(options_that_contradict_each_other_are_usage_errors) {
     const std::string evaluate = with_model + "--eval-only -j " + text_file() + " ";
     const std::string generate = with_model + "--generate 5 ";
     check_commands({
-        {2, "--device auto --generate 5 -e x --gpus 2", "--generate"},
+        {2, "--device auto --generate 5 -e x --gpus 2", "--gpus"},
         {2, "--device cpu --generate 5 -e x --eval-only", "--generate"},
         {2, tiny() + "--profile 1 -o x", "--output-dir (-o)"},
         {2, tiny() + "--profile 1 -x 9", "--max-steps (-x)"},
@@ -362,9 +362,10 @@ TEST(ranks_that_do_not_divide_the_work_are_usage_errors) {
 }
 
 TEST(launchers_that_do_not_fit_the_options_are_usage_errors) {
-    CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2, "leave out --gpus");
-    CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "3 ranks");
-    CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
+    const std::string program = "./train_gpt2cu --device cpu -i " + text_file();
+    CHECK_RUN(shell(program + " --gpus 2"), 2, "leave out --gpus");
+    CHECK_RUN(shell(as_rank(0, 3, 29999) + program + " --gpus 2"), 2, "3 ranks");
+    CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 " + program), 2, "MASTER_ADDR");
 }
 
 // A text needs only as many positions as it has tokens.
