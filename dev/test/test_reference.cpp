@@ -639,4 +639,33 @@ TEST(adamw_without_a_finite_norm) {
     }
 }
 
+// One element with a gradient of 1 and with a β near 1, first as β1 and then as β2. In fp32, 1 − β²
+// would be off by up to a thousandth.
+TEST(bias_correction_is_fp64) {
+    const float one = 1;
+    const float near_one = 0.99999f;
+    const double beta = near_one;
+    const ParamRange range = {.begin = 0, .size = 1, .decay = false};
+    const auto updated = [&](float beta1, float beta2, int step) {
+        const AdamW hyper = {.lr = 1,
+                             .beta1 = beta1,
+                             .beta2 = beta2,
+                             .eps = 0,
+                             .weight_decay = 0,
+                             .max_norm = 0,
+                             .step = step,
+                             .seed = 0};
+        float p = 0;
+        float m = 0;
+        float v = 0;
+        adamw_update<float>(dev, &p, nullptr, &m, &v, &one, &one, &range, 1, hyper);
+        return p;
+    };
+    for (int step = 1; step < 10; step++) {
+        const double share = (1 - beta) / (1 - std::pow(beta, step));
+        CHECK_NEAR(updated(near_one, 0, step), -share, 1e-6 / share);
+        CHECK_NEAR(updated(0, near_one, step), -1 / std::sqrt(share), 1e-6 / share);
+    }
+}
+
 TEST_MAIN
