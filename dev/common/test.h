@@ -21,6 +21,10 @@
 
 #include "common/error.h"
 
+inline bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
+
 namespace test {
 
 struct Case {
@@ -78,8 +82,8 @@ inline void check_near(const char* file, int line, const char* got_text, double 
 
 inline void check_error(const char* file, int line, const std::string& error,
                         const std::string& part) {
-    const bool is_one_line = error.find('\n') == std::string::npos;
-    if (error.empty() || error.find(part) == std::string::npos || !is_one_line)
+    const bool is_one_line = !contains(error, "\n");
+    if (error.empty() || !contains(error, part) || !is_one_line)
         report(file, line, "expected an error with \"" + part + "\", got \"" + error + "\"");
 }
 

@@ -108,7 +108,7 @@ struct Processes {
             for (int code : ended)
                 wrong += format(" ended with %d", code);
         for (const std::string& part : parts)
-            if (count_of(text(), part) == 0)
+            if (!contains(text(), part))
                 wrong += " without \"" + part + "\"";
         if (!wrong.empty())
             test::report("processes", line, wrong + ": " + text());

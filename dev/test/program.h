@@ -30,10 +30,6 @@ struct Result {
 // -------------------------------------------------------------------------------------------------
 // Text and files
 
-inline bool contains(const std::string& text, const std::string& part) {
-    return text.find(part) != std::string::npos;
-}
-
 // The number after the last `key`, NaN if there is none.
 inline double number_after(const std::string& text, const std::string& key) {
     const size_t at = text.rfind(key);
