@@ -317,7 +317,8 @@ struct FaultyRun {
 
     Result resume() const { return train(options(out) + command + " -y 1", ranks); }
 
-    // Reports what is wrong. Returns true if the first run ended with an error of its own.
+    // Tries a fault and reports what is wrong after it. Returns whether the first run ended with an
+    // error of its own.
     bool check(int at, Fault kind, const std::string& operation) const {
         const Result first = train_from_begin(at, kind);
         const bool says_why = first.code == 1 &&
@@ -405,6 +406,7 @@ std::string empty_folder() {
 }  // namespace
 
 // -------------------------------------------------------------------------------------------------
+// Each fault in each operation
 
 TEST(faults_in_a_new_run) {
     check_faults({.begin = empty_folder()});
