@@ -1,42 +1,61 @@
 // Flash attention forward and backward with fp32's accuracy on tensor cores: mma.sync on split fp16
-// (sm_80+).
+// (sm_80+). It is flash_bf16's loop with four ideas more.
 //
-//   x · 2^e = hi + lo                            an operand is a pair
-//   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi      a product is three MMAs
+// 1. The split (fp16_pairs.cuh). An fp32 operand is a pair of fp16 numbers, 22 bits in all:
 //
-// Forward, for one tile of Br query rows against one tile of Bc keys at a time:
-//   S  = scale·Q Kᵀ                (Br × Bc, fp32 registers)
-//   m' = max(m, rowmax S)
-//   P  = exp(S − m')
-//   l  = e^{m−m'} l + rowsum P
-//   O  = e^{m−m'} O + P V
-// and after the last tile:
-//   out = O / l
-//   lse = m + log l
+//      x · 2^e = hi + lo,   hi = fp16(x · 2^e),   lo = fp16(x · 2^e − hi)
 //
-// Backward:
-//   D  = rowsum(dO∘O)
-//   P  = exp(S − lse)
-//   dP = dO Vᵀ
-//   dS = P∘(dP − D)
-//   dQ = scale·dS K
-//   dK = scale·dSᵀ Q
-//   dV = Pᵀ dO
+//    Tiles arrive as floats (cp.async, one tile ahead), and the block splits them in shared memory.
+//    That takes one barrier after the largest magnitude is known and one after the tile is written.
+//    P and dS are split in registers, from accumulator to A operand.
 //
-// fp16_pairs.cuh says why, and how operands are scaled. Undoing a scale costs nothing. It is part
-// of the factor that turns S into an exponent of 2, or of the one with which a tile's product is
-// added to the sum.
+// 2. The products. Each is three MMAs, the small terms first:
 //
-// New against flash_bf16: tiles arrive as floats (cp.async, one tile ahead) and the block splits
-// them in shared memory. That takes one barrier after the largest magnitude is known and one after
-// the tile is written. A warp owns 32 rows (16 at HS 128), and backward is two kernels that each
-// write what they own, as there. Backward scales a tile of dS by its own largest magnitude.
+//      a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi
 //
-// Backward's D comes from the same MMAs as dP, as the diagonal of dO Oᵀ. So dP − D is exactly 0
-// where one key has all the weight. In a call with all of a row's keys two sums show errors that
-// these share. The row's dS should add up to 0, and what they add up to is D's error. Its P should
-// add up to 1, and what is missing is lse's error. dq_kernel corrects dQ, and D and lse for
-// dkdv_kernel. A call with some of the keys has lse_rest.
+//    Tensor cores truncate when they add, so no sum runs through them for long: a tile's product
+//    starts at 0, and an ordinary FMA adds it to O, dQ, dK or dV.
+//
+// 3. The scales. 2^e brings the largest magnitude of a tile, or of the rows of a warp, to
+//    [2^14, 2^15). To undo it costs nothing: 2^−e is part of a factor that is there anyway.
+//
+//      scale of        in product     undone in
+//      Q, K            S = Q Kᵀ       the factor that turns S into an exponent of 2
+//      P, 2^14; V      O += P V       the factor with which a tile's product is added, likewise:
+//      P, 2^14; dO     dV += Pᵀ dO
+//      dS; K           dQ += dS K     dS has the scale of its own largest magnitude
+//      dS; Q           dK += dSᵀ Q
+//      dO, V           dP = dO Vᵀ     the FMA dP·unit − D
+//
+// 4. The softmax, of which an error would be the same for a whole row and not average out.
+//    Forward, for one tile of Br query rows against one tile of Bc keys at a time:
+//
+//      S  = scale·Q Kᵀ                (Br × Bc, fp32 registers)
+//      m' = max(m, rowmax S)          (only where a row outgrew m by a factor of 2)
+//      P  = exp(S − m')
+//      l  = e^{m−m'} l + rowsum P     (with Kahan's correction)
+//      O  = e^{m−m'} O + P V
+//    and after the last tile:
+//      out = O / l
+//      lse = m + log l
+//
+//    Backward, in two kernels that each write what they own, as in flash_bf16:
+//
+//      D  = rowsum(dO∘O)
+//      P  = exp(S − lse)
+//      dP = dO Vᵀ
+//      dS = P∘(dP − D)
+//      dQ = scale·dS K
+//      dK = scale·dSᵀ Q
+//      dV = Pᵀ dO
+//
+//    D is computed by the same MMAs as dP, as the diagonal of dO Oᵀ, so that dP − D is exactly 0
+//    where one key has all the weight. If a call covers every key, two sums per row show the errors
+//    that its elements share: dS must add up to 0, and what it does add up to is D's error; P must
+//    add up to 1, and what is missing is lse's error. dq_kernel corrects dQ by them, and D and lse
+//    for dkdv_kernel. A call with some of the keys is given lse's rounding error, lse_rest.
+//
+// A warp owns 32 rows (16 at HS 128).
 //
 // Writes: forward out, lse and lse_rest, backward dq, dk and dv (every element).
 // Scratch: LseD and P's factor (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
@@ -103,7 +122,7 @@ __device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_h
     for (int kk = 0; kk < HS / 16; kk++) {
         uint32_t q_lo[M][4];
         uint32_t k_lo[4];
-        load_a<HS>(q_lo, again(q_lo_tile), 16 * kk);
+        load_a<HS>(q_lo, opaque(q_lo_tile), 16 * kk);
         for (int n = 0; n < N; n += 2) {
             ldmatrix_x4(k_hi[kk][n / 2], block16_b<HS>(k_tile.hi, 8 * n, 16 * kk));
             mma(s, n, q_lo, k_hi[kk][n / 2]);
@@ -127,7 +146,7 @@ __device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_h
 // What rounding added to l. It lies in shared memory, because the loop leaves no registers for it.
 template <int M>
 struct alignas(8 * M) Excess {
-    float of[M][2];
+    float l[M][2];
 };
 
 // The online softmax of a warp's rows, of which this lane has lane/4 and lane/4 + 8 in each MMA
@@ -159,7 +178,7 @@ struct Softmax {
                 // −inf − −inf is NaN, which compares false
                 outgrown |= m_new[i][r] - m[i][r] > 1.f;
             }
-        Excess<M> excess = l_excess[thread_again()];
+        Excess<M> excess = l_excess[opaque_thread_idx()];
         if (__any_sync(~0u, outgrown)) {
             for (int i = 0; i < M; i++)
                 for (int r = 0; r < 2; r++) {
@@ -167,7 +186,7 @@ struct Softmax {
                     const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
                     m[i][r] = x;
                     l[i][r] *= alpha;
-                    excess.of[i][r] *= alpha;
+                    excess.l[i][r] *= alpha;
                     scale_row(o, i, r, alpha);
                 }
         }
@@ -183,12 +202,12 @@ struct Softmax {
                 // What an addition loses to rounding is kept for the next (Kahan), because all of a
                 // row's P, and D, have l's error. If one key has most of the weight, every other
                 // tile's sum is small beside l.
-                const float addend = sum - excess.of[i][r];
+                const float addend = sum - excess.l[i][r];
                 const float l_new = l[i][r] + addend;
-                excess.of[i][r] = (l_new - l[i][r]) - addend;
+                excess.l[i][r] = (l_new - l[i][r]) - addend;
                 l[i][r] = l_new;
             }
-        l_excess[thread_again()] = excess;
+        l_excess[opaque_thread_idx()] = excess;
     }
 
     // l becomes the sum over all columns. Divides O by it.
@@ -227,7 +246,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;
-    auto first_q = [&] { return w.tile * Br + warp_row; };  // the warp's
+    auto first_q = [&] { return w.tile * Br + warp_row; };  // the warp's first query
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto copy_kv = [&](int j) {
@@ -262,27 +281,30 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
         const int v_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
         // Not 0, whatever underflows, because the mask's −∞ times it must stay −∞.
-        const float s_unit =
-            fmaxf(FLT_MIN, p.scale_log2 * q_unit[thread_again() / 32] * power_of_two(-k_exponent));
+        const float s_unit = fmaxf(
+            FLT_MIN, p.scale_log2 * q_unit[opaque_thread_idx() / 32] * power_of_two(-k_exponent));
         const float o_unit = power_of_two(-v_exponent - 14);
 // without it the compiler keeps the loop too, but orders the instructions otherwise
 #pragma unroll 1
         for (int sub = Bc - Sub; sub >= 0; sub -= Sub) {
             const int k0 = j * Bc + sub;
-            const int ahead = k0 - p.shift - first_q();
-            if (k0 >= p.Tk || ahead > 16 * M - 1)
+            const int first_row = k0 - p.shift - first_q();  // the warp's first that sees key k0
+            const bool none_sees = k0 >= p.Tk || first_row > 16 * M - 1;
+            if (none_sees)
                 continue;
+
             const auto k_tile = kv.x_tile().at(sub * HS * 2);
             const auto v_tile = kv.y_tile().at(sub * HS * 2);
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
                 scores<HS>(s, q_hi, q_lo_tile, k_tile);
-                if constexpr (decltype(masked)::value) {  // query i sees key j if i − j ≥ ahead
-                    const int lane = thread_again() % 32;
+                if constexpr (decltype(masked)::value) {  // row i sees key k0 + j if i ≥ first_row
+                                                          // + j
+                    const int lane = opaque_thread_idx() % 32;
                     for (int i = 0; i < M; i++)
                         for (int e = 0; e < 4; e++) {
                             const int row = 16 * i + e / 2 * 8 + lane / 4;
-                            const int visible = min(p.Tk - k0, row + 1 - ahead) - lane % 4 * 2;
+                            const int visible = min(p.Tk - k0, row + 1 - first_row) - lane % 4 * 2;
                             for (int n = 0; n < Sub / 8; n++)
                                 if (8 * n + e % 2 >= visible)
                                     s[i][n][e] = -INFINITY;
@@ -294,7 +316,8 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
                 to_a(p_hi, p_lo, s, kPScale);
                 add_product_ab<HS, Sub>(o, p_hi, p_lo, v_tile, o_unit);
             };
-            if (k0 + Sub > p.Tk || ahead > 1 - Sub)
+            const bool needs_mask = k0 + Sub > p.Tk || first_row > 1 - Sub;
+            if (needs_mask)
                 step(std::true_type{});
             else
                 step(std::false_type{});
@@ -373,8 +396,9 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
     const PairTile<QLo> q_tile{smem_address(q_rows)};
     const PairTile<QLo> do_tile = q_tile.at(2 * QLo);
     const int lane = threadIdx.x % 32;
-    // has, in its columns, the diagonal of row lane/4
-    const int src_lane = lane / 4 * 4 + lane / 8;
+    // Row g of an 8×8 block has its diagonal element in lane 4·g + g/2, which is its (g % 2)-th.
+    const int g = lane / 4;
+    const int src_lane = 4 * g + g / 2;
     do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, w.head<HS>(args.dout),
                                        args.dout.token_stride, first_q(), p.Tq);
     float d[M][2 * M][4] = {};
@@ -395,8 +419,37 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
             // P = e^−lse could be infinite and spoil the scale that the warp's rows share.
             lse_log2[i][r] =
                 t < p.Tq ? args.lse.ptr[w.bh * args.lse.head_stride + t] * kLog2e : INFINITY;
-            D[i][r] = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
+            const float mine = g % 2 ? diagonal[1] : diagonal[0];
+            D[i][r] = d_unit * __shfl_sync(~0u, mine, src_lane);
         }
+}
+
+// Adds a thread's pieces of a tile of K to its part of the sum of all keys.
+template <int N>
+__device__ __forceinline__ void add_keys(float4* k_sums, const float4 (&k)[N]) {
+    float4 sum = k_sums[opaque_thread_idx()];
+    for (const float4& x : k) {
+        sum.x += x.x;
+        sum.y += x.y;
+        sum.z += x.z;
+        sum.w += x.w;
+    }
+    k_sums[opaque_thread_idx()] = sum;
+}
+// The mean of all keys, in this lane's columns of an accumulator.
+template <int HS>
+__device__ __forceinline__ void mean_key(float2 (&k_mean)[HS / 8], const float4* k_sums, int keys) {
+    for (int n = 0; n < HS / 8; n++) {
+        const float2* column =
+            reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
+        k_mean[n] = {0.f, 0.f};
+        for (int i = 0; i < kThreads / (HS / 4); i++) {  // the threads have summed in parts
+            k_mean[n].x += column[i * HS / 2].x;
+            k_mean[n].y += column[i * HS / 2].y;
+        }
+        k_mean[n].x /= keys;
+        k_mean[n].y /= keys;
+    }
 }
 
 template <int HS>
@@ -420,8 +473,8 @@ __global__ __launch_bounds__(kThreads,
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows;
     const int lane = threadIdx.x % 32;
-    // the warp's
-    auto first_q = [&] { return w.tile * Br + static_cast<int>(thread_again() / 32 * Rows); };
+    // the warp's first query
+    auto first_q = [&] { return w.tile * Br + static_cast<int>(opaque_thread_idx() / 32 * Rows); };
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto copy_kv = [&](int j) {
@@ -447,18 +500,8 @@ __global__ __launch_bounds__(kThreads,
     float dq[M][HS / 8][4] = {};
 
     for (int j = 0; j < k_tiles; j++) {
-        const auto largest = kv.split_tiles(
-            [&](const auto& k) {
-                float4 sum = k_sums[thread_again()];
-                for (const float4& x : k) {
-                    sum.x += x.x;
-                    sum.y += x.y;
-                    sum.z += x.z;
-                    sum.w += x.w;
-                }
-                k_sums[thread_again()] = sum;
-            },
-            [](int) { return 1.f; });
+        const auto largest =
+            kv.split_tiles([&](const auto& k) { add_keys(k_sums, k); }, [](int) { return 1.f; });
         if (j + 1 < k_tiles)
             copy_kv(j + 1);
         __syncthreads();  // tile j is there for all
@@ -501,7 +544,8 @@ __global__ __launch_bounds__(kThreads,
             to_a(hi, lo, s, factor_for(dS_largest));
             add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), unit_for(dS_largest) * k_unit);
         };
-        if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q() + p.shift)
+        const bool needs_mask = k0 + Bc > p.Tk || k0 + Bc - 1 > first_q() + p.shift;
+        if (needs_mask)
             step(std::true_type{});
         else
             step(std::false_type{});
@@ -514,21 +558,11 @@ __global__ __launch_bounds__(kThreads,
     if (whole_row) {
         // Counted again, because k_tiles would take a register from the loop.
         const int keys = min(visible_tiles<Br, Bc>(p, w.tile) * Bc, p.Tk);
-        for (int n = 0; n < HS / 8; n++) {
-            const float2* column =
-                reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
-            k_mean[n] = {0.f, 0.f};
-            for (int i = 0; i < kThreads / (HS / 4); i++) {  // the threads have summed in parts
-                k_mean[n].x += column[i * HS / 2].x;
-                k_mean[n].y += column[i * HS / 2].y;
-            }
-            k_mean[n].x /= keys;
-            k_mean[n].y /= keys;
-        }
+        mean_key<HS>(k_mean, k_sums, keys);
     }
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
-            const unsigned thread = thread_again();
+            const unsigned thread = opaque_thread_idx();
             const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
             const int row = min(t, p.Tq - 1);
             const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
@@ -537,9 +571,10 @@ __global__ __launch_bounds__(kThreads,
                 const RowError error = error_of_row(dS_sum[i][r], P_sum[i][r]);
                 D[i][r] += error.dS;
                 change = error.P * kLog2e;
-                for (int n = 0; n < HS / 8; n++)
-                    dq[i][n][2 * r] -= error.dS * k_mean[n].x,
-                        dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
+                for (int n = 0; n < HS / 8; n++) {
+                    dq[i][n][2 * r] -= error.dS * k_mean[n].x;
+                    dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
+                }
             } else {
                 // What rounding took from lse_log2, from log2(e) and from lse.
                 const float lse = args.lse.ptr[w.bh * args.lse.head_stride + row];
@@ -561,6 +596,13 @@ __global__ __launch_bounds__(kThreads,
 #endif
 }
 
+// What dkdv_kernel needs of a tile's queries, in two stages one after the other.
+template <int HS>
+struct RowStats {
+    alignas(16) LseD lse_D[2 * DkdvTiles<HS>::Br];  // read as LseDPair
+    float factors[2 * DkdvTiles<HS>::Br];
+};
+
 // What undoes the scale of a warp's rows.
 struct alignas(8) Units {
     float k;
@@ -581,8 +623,7 @@ __global__ __launch_bounds__(kThreads,
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const QdO q_do{smem + 4 * KLo};
-    // two stages of lse_D, then of factors
-    unsigned char* lse_D_smem = smem + 4 * KLo + 4 * QdO::Pair;
+    auto* const row_stats = reinterpret_cast<RowStats<HS>*>(smem + 4 * KLo + 4 * QdO::Pair);
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
@@ -590,7 +631,7 @@ __global__ __launch_bounds__(kThreads,
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows;
     const int lane = threadIdx.x % 32;
-    auto first_k = [&] { return w.tile * Bc + warp_row; };  // the warp's
+    auto first_k = [&] { return w.tile * Bc + warp_row; };  // the warp's first key
     // the first query that sees key k0 is k0 − shift
     const int first_tile = max(0, w.tile * Bc - p.shift) / Br;
     const int q_tiles = (p.Tq + Br - 1) / Br;
@@ -602,10 +643,9 @@ __global__ __launch_bounds__(kThreads,
         q_do.copy(p.q, args.dout, w, j * Br, p.Tq);
         if (threadIdx.x < Br) {
             const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
-            const uint32_t stage = smem_address(lse_D_smem);
             const uint32_t i = (j & 1) * Br + threadIdx.x;
-            cp_async_8(stage + i * 8, args.lse_D + at, row < p.Tq);
-            cp_async_4(stage + 16 * Br + i * 4, args.factors + at, row < p.Tq);
+            cp_async_8(smem_address(row_stats->lse_D) + i * 8, args.lse_D + at, row < p.Tq);
+            cp_async_4(smem_address(row_stats->factors) + i * 4, args.factors + at, row < p.Tq);
         }
         cp_async_commit();
     };
@@ -628,37 +668,36 @@ __global__ __launch_bounds__(kThreads,
 
     for (int j = first_tile; j < q_tiles; j++) {
         const auto largest = q_do.split_tiles(
-            [](const auto&) {},
-            [&](int row) {
-                return reinterpret_cast<const float*>(lse_D_smem + 16 * Br)[(j & 1) * Br + row];
-            });
+            [](const auto&) {}, [&](int row) { return row_stats->factors[(j & 1) * Br + row]; });
         if (j + 1 < q_tiles)
             copy_q(j + 1);
         const int q_exponent = exponent_for(largest.x);
         const int do_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
         const int keys = p.Tk - first_k();
-        const int ahead = first_k() - p.shift - j * Br;
-        if (ahead > Br - 1)
+        const int first_row = first_k() - p.shift - j * Br;  // the tile's first that sees first_k
+        if (first_row > Br - 1)
             continue;
+
         auto step = [&](auto masked) {
             const float q_unit = power_of_two(-q_exponent);
             const LseDPair* lse_D =
-                reinterpret_cast<const LseDPair*>(lse_D_smem) + (j & 1) * Br / 2;
+                reinterpret_cast<const LseDPair*>(row_stats->lse_D) + (j & 1) * Br / 2;
             float s[M][Br / 8][4] = {};
             float dp[M][Br / 8][4] = {};  // transposed: rows are keys
             uint32_t hi[Br / 16][M][4];
             uint32_t lo[Br / 16][M][4];  // P, then dS
             product_abt<HS, 2>(s, k_tile, q_do.x_tile());
             const float s_unit =
-                fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].k);
-            if constexpr (decltype(masked)::value) {  // query i sees key j if i − j ≥ ahead
+                fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[opaque_thread_idx() / 32].k);
+            if constexpr (decltype(masked)::value) {  // row i sees key j if i ≥ first_row + j
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++) {
                         const int key = 16 * i + e / 2 * 8 + lane / 4;
-                        const int unseen = key < keys ? ahead + key - lane % 4 * 2 : Br;  // queries
+                        // queries that do not see it, from this lane's first on
+                        const int hidden = key < keys ? first_row + key - lane % 4 * 2 : Br;
                         for (int n = 0; n < Br / 8; n++)
-                            if (8 * n + e % 2 < unseen)
+                            if (8 * n + e % 2 < hidden)
                                 s[i][n][e] = -INFINITY;
                     }
             }
@@ -672,7 +711,7 @@ __global__ __launch_bounds__(kThreads,
             to_a(hi, lo, s, kPScale);
             add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - 14));
             product_abt<HS, 1>(dp, v_tile, q_do.y_tile());
-            const float dp_unit = units[thread_again() / 32].v * power_of_two(-do_exponent);
+            const float dp_unit = units[opaque_thread_idx() / 32].v * power_of_two(-do_exponent);
             for (int n = 0; n < Br / 8; n++) {
                 const LseDPair c = lse_D[4 * n + lane % 4];
                 for (int i = 0; i < M; i++)
@@ -690,7 +729,8 @@ __global__ __launch_bounds__(kThreads,
             add_product_ab<HS, Br>(dk, hi, lo, q_do.x_tile(),
                                    power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
         };
-        if (keys < Rows || ahead > 1 - Rows)
+        const bool needs_mask = keys < Rows || first_row > 1 - Rows;
+        if (needs_mask)
             step(std::true_type{});
         else
             step(std::false_type{});

@@ -26,7 +26,8 @@
 // The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). It is clamped
 // so that 2^e, 2^−e and 2^(−e−14) are normal numbers.
 __device__ __forceinline__ int exponent_for(uint32_t largest) {
-    return max(-113, min(112, 141 - static_cast<int>(largest >> 23)));
+    const int exponent = static_cast<int>(largest >> 23) - 127;  // 127: float's bias
+    return max(-113, min(112, 14 - exponent));
 }
 __device__ __forceinline__ float power_of_two(int e) {
     return __int_as_float((127 + e) << 23);
@@ -57,21 +58,21 @@ __device__ __forceinline__ uint32_t warp_largest(float x) {
 #endif
 }
 
-// Reads threadIdx.x again, so that the compiler computes what follows from it anew for each tile.
-// The products need the registers in which it would keep that.
-__device__ __forceinline__ unsigned thread_again() {
+// threadIdx.x, opaque to the compiler. What follows from it is computed for each tile, not kept in
+// registers, which the products need.
+__device__ __forceinline__ unsigned opaque_thread_idx() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
     return thread;
 }
 
-// Does the same for values that follow from x.
-__device__ __forceinline__ uint32_t again(uint32_t x) {
+// x, likewise.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// A tile in shared memory. Its lo parts lie Lo bytes behind its hi parts.
+// A split tile in shared memory. Its lo parts follow Lo bytes after its hi parts.
 template <int Lo>
 struct PairTile {
     uint32_t hi;
@@ -163,8 +164,8 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a
     uint32_t hi[M][4];
     uint32_t lo[M][4];
     uint32_t b[4];
-    a_tile.hi = again(a_tile.hi);
-    b_tile.hi = again(b_tile.hi);
+    a_tile.hi = opaque(a_tile.hi);
+    b_tile.hi = opaque(b_tile.hi);
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS; kk += 16) {
         load_a<HS>(hi, a_tile.hi, kk);
@@ -203,7 +204,7 @@ __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4],
                                                const uint32_t (&lo)[K / 16][M][4],
                                                PairTile<Lo> tile, float unit) {
     constexpr int Slice = 4 / M;  // 4 independent accumulators
-    tile.hi = again(tile.hi);
+    tile.hi = opaque(tile.hi);
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
         float c[M][Slice][4] = {};
         uint32_t b_hi[K / 16][Slice / 2][4];
@@ -274,7 +275,7 @@ struct Stream {
     static __device__ __forceinline__ void copy_tile(uint32_t floats, const float* head,
                                                      size_t row_stride, int row0, int end) {
         constexpr int RowsAtOnce = Threads / (HS / 4);
-        const unsigned thread = thread_again();
+        const unsigned thread = opaque_thread_idx();
         const int row = row0 + static_cast<int>(thread / (HS / 4));
         const float* src = head + row * row_stride + thread % (HS / 4) * 4;
         for (int i = 0; i < Pieces; i++, src += RowsAtOnce * row_stride)
@@ -291,7 +292,7 @@ struct Stream {
             alignas(16) uint32_t x[Warps];
             alignas(16) uint32_t y[Warps];
         } maxima;  // the bits of each warp's
-        const unsigned thread = thread_again();
+        const unsigned thread = opaque_thread_idx();
         cp_async_wait<0>();
         const float4* x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread;
         const float4* y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
