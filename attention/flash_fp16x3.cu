@@ -75,33 +75,41 @@
 namespace {
 
 // -------------------------------------------------------------------------------------------------
-// Tiles. A warp owns kM MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a thread
-// may have 255 registers. On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89 and
-// sm_120 have only 99 KB in all. An element takes 4 bytes as a float and 4 as a pair of halves.
+// Tiles. A warp owns kWarpTiles MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a
+// thread may have 255 registers. On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89
+// and sm_120 have only 99 KB in all. An element takes 4 bytes as a float and 4 as a pair of halves.
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
 template <int HS>
-constexpr int kM = HS == 64 ? 2 : 1;
+constexpr int kWarpTiles = HS == 64 ? 2 : 1;
 
 template <int HS>
 struct ForwardTiles {
-    // Sub keys at a time
-    static constexpr int Br = kWarps * kM<HS> * 16, Bc = HS == 64 ? 64 : 32, Sub = 32;
-    // 80 KB: K and V as pairs (at first Q's hi part lies there), K and V as floats, Q's lo part
-    static constexpr int QLo = 16 * Bc * HS, Smem = QLo + 2 * Br * HS;
+    static constexpr int Br = kWarps * kWarpTiles<HS> * 16;
+    static constexpr int Bc = HS == 64 ? 64 : 32;
+    static constexpr int Sub = 32;  // keys at a time
+
+    // 80 KB: K and V as pairs (at first Q's hi part is there), K and V as floats, Q's lo part
+    static constexpr int QLo = 16 * Bc * HS;
+    static constexpr int Smem = QLo + 2 * Br * HS;
 };
 
 template <int HS>
 struct DqTiles {
-    static constexpr int Br = kWarps * kM<HS> * 16, Bc = HS == 64 ? 32 : 16;
-    // 96 KB: Q and dO, then K and V as pairs and as floats
+    static constexpr int Br = kWarps * kWarpTiles<HS> * 16;
+    static constexpr int Bc = HS == 64 ? 32 : 16;
+
+    // 96 KB: Q and dO as pairs, then K and V as pairs and as floats
     static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;
 };
 
 template <int HS>
 struct DkdvTiles {
-    static constexpr int Bc = kWarps * kM<HS> * 16, Br = HS == 64 ? 32 : 16;
-    // Just over 96 KB: K and V, then Q and dO as pairs and as floats, then 2 stages of lse and D
+    static constexpr int Bc = kWarps * kWarpTiles<HS> * 16;
+    static constexpr int Br = HS == 64 ? 32 : 16;
+
+    // Just over 96 KB: K and V as pairs, then Q and dO as pairs and as floats, then RowStats
     static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 12;
 };
 
@@ -109,14 +117,16 @@ struct DkdvTiles {
 // Forward
 
 constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
-constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
+constexpr float kLn2 = static_cast<float>(M_LN2);
+constexpr float kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 constexpr float kLog2eRest = static_cast<float>(M_LOG2E - kLog2e);
 
 // s (16·M × 8·N) += Q Kᵀ, with Q's hi part in registers. The large terms go in two chains as in
-// product_abt, so that backward's S has the same bits.
+// multiply_abt, so that backward's S has the same bits.
 template <int HS, int Lo, int M, int N>
-__device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_hi)[HS / 16][M][4],
-                                       uint32_t q_lo_tile, PairTile<Lo> k_tile) {
+__device__ __forceinline__ void multiply_qk(float (&s)[M][N][4],
+                                            const uint32_t (&q_hi)[HS / 16][M][4],
+                                            uint32_t q_lo_tile, PairTile<Lo> k_tile) {
     uint32_t k_hi[HS / 16][N / 2][4];
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int kk = 0; kk < HS / 16; kk++) {
@@ -143,7 +153,7 @@ __device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_h
     }
 }
 
-// What rounding added to l. It lies in shared memory, because the loop leaves no registers for it.
+// What rounding added to l. It is in shared memory, because the loop leaves no registers for it.
 template <int M>
 struct alignas(8 * M) Excess {
     float l[M][2];
@@ -153,7 +163,7 @@ struct alignas(8 * M) Excess {
 // tile.
 template <int HS>
 struct Softmax {
-    static constexpr int M = kM<HS>;
+    static constexpr int M = kWarpTiles<HS>;
     float l[M][2] = {}, m[M][2];  // l is of this lane's columns until finish
 
     __device__ __forceinline__ Softmax() {
@@ -165,8 +175,8 @@ struct Softmax {
     // be the maximum. O and l are rescaled when a row of the warp outgrew its m by more than a
     // factor of 2, which is rare after a few tiles.
     template <int N>
-    __device__ __forceinline__ void weigh(float (&s)[M][N][4], float (&o)[M][HS / 8][4],
-                                          float s_unit, Excess<M>* l_excess) {
+    __device__ __forceinline__ void exponentials(float (&s)[M][N][4], float (&o)[M][HS / 8][4],
+                                                 float s_unit, Excess<M>* l_excess) {
         float m_new[M][2];
         bool outgrown = false;
         for (int i = 0; i < M; i++)
@@ -227,14 +237,14 @@ struct Softmax {
 };
 
 template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void forward_kernel(
-    const __grid_constant__ ForwardArgs<float, float> args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(const __grid_constant__ ForwardArgs<float, float> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
     constexpr int Sub = Tiles::Sub;
-    constexpr int M = kM<HS>;
+    constexpr int M = kWarpTiles<HS>;
     using KV = Stream<HS, Bc, kThreads>;
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
@@ -269,11 +279,15 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
             load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
     }
     const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
+
     float o[M][HS / 8][4] = {};
     Softmax<HS> softmax;
     __shared__ Excess<M> l_excess[kThreads];
     l_excess[threadIdx.x] = Excess<M>{};
 
+    // Tile j of keys, from the last to the first:
+    //   split K(j), V(j) · start copying K(j−1), V(j−1) · for 32 keys at a time: S · mask · P, l ·
+    //   split P · O += P V
     for (int j = k_tiles - 1; j >= 0; j--) {
         const auto largest = kv.split_tiles();
         copy_kv(j - 1);
@@ -295,11 +309,13 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 
             const auto k_tile = kv.x_tile().at(sub * HS * 2);
             const auto v_tile = kv.y_tile().at(sub * HS * 2);
+
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
-                scores<HS>(s, q_hi, q_lo_tile, k_tile);
-                if constexpr (decltype(masked)::value) {  // row i sees key k0 + j if i ≥ first_row
-                                                          // + j
+                multiply_qk<HS>(s, q_hi, q_lo_tile, k_tile);
+
+                // Row i of the warp sees key k0 + j if i ≥ first_row + j.
+                if constexpr (decltype(masked)::value) {
                     const int lane = opaque_thread_idx() % 32;
                     for (int i = 0; i < M; i++)
                         for (int e = 0; e < 4; e++) {
@@ -310,11 +326,12 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
                                     s[i][n][e] = -INFINITY;
                         }
                 }
-                softmax.weigh(s, o, s_unit, l_excess);
+                softmax.exponentials(s, o, s_unit, l_excess);
+
                 uint32_t p_hi[Sub / 16][M][4];
                 uint32_t p_lo[Sub / 16][M][4];
-                to_a(p_hi, p_lo, s, kPScale);
-                add_product_ab<HS, Sub>(o, p_hi, p_lo, v_tile, o_unit);
+                pack_a(p_hi, p_lo, s, kPScale);
+                add_ab<HS, Sub>(o, p_hi, p_lo, v_tile, o_unit);
             };
             const bool needs_mask = k0 + Sub > p.Tk || first_row > 1 - Sub;
             if (needs_mask)
@@ -349,11 +366,10 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(
 struct BackwardArgs {
     Problem<float> p;
     HeadsView<const float> dout, out;
-    RowStatsView<const float> lse,
-        lse_rest;  // lse_rest is null in a call with all of its rows' keys
-    LseD* lse_D;   // (B, NH, Tq), of which D has been multiplied by factor
-    // (B, NH, Tq) P's factor, for what log2(e)·lse has no bits for
-    float* factors;
+    RowStatsView<const float> lse;
+    RowStatsView<const float> lse_rest;  // null in a call with all of its rows' keys
+    LseD* lse_D;                         // (B, NH, Tq), of which D has been multiplied by factor
+    float* factors;                      // (B, NH, Tq), of P, for what log2(e)·lse has no bits for
     HeadsView<float> dq, dk, dv;
 };
 
@@ -371,7 +387,8 @@ __device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
 // What a row's dS and P add up to beyond 0 and 1. P's excess is a relative error, so log2(e)·lse is
 // off by log2(e) times as much.
 struct RowError {
-    float dS, P;
+    float dS;
+    float P;
 };
 // Finds it from the sums of this lane's columns.
 __device__ __forceinline__ RowError error_of_row(float dS, uint32_t P) {
@@ -384,7 +401,7 @@ __device__ __forceinline__ RowError error_of_row(float dS, uint32_t P) {
 }
 
 // Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. O
-// lies where Q will lie.
+// is where Q will be.
 template <int HS, int M, class FirstRow>
 __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2],
                                           float (&D)[M][2], unsigned char* q_rows,
@@ -407,7 +424,7 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
     __syncwarp();
     // Always so. The branch keeps 8 bytes from spilling.
     if (args.out.ptr)
-        product_abt<HS, 1>(d, do_tile, q_tile);
+        multiply_abt<HS, 1>(d, do_tile, q_tile);
     __syncwarp();  // Q takes O's place
     q_unit = keep_rows<HS, Rows, QLo>(q_rows, w.head<HS>(p.q), p.q.token_stride, first_q(), p.Tq);
     __syncwarp();
@@ -453,13 +470,13 @@ __device__ __forceinline__ void mean_key(float2 (&k_mean)[HS / 8], const float4*
 }
 
 template <int HS>
-__global__ __launch_bounds__(kThreads,
-                             2) void dq_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    dq_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
-    constexpr int M = kM<HS>;
+    constexpr int M = kWarpTiles<HS>;
     constexpr int Rows = 16 * M;
     constexpr int QLo = Br * HS * 2;
     using KV = Stream<HS, Bc, kThreads>;
@@ -491,14 +508,19 @@ __global__ __launch_bounds__(kThreads,
     float lse_log2[M][2];
     float D[M][2];
     load_rows<HS>(q_unit, do_unit, lse_log2, D, q_rows, args, w, first_q);
-    float dS_sum[M][2] = {};  // over this lane's columns
-    // likewise, in units of 2^-30, because floats would lose what is small beside 1
+
+    // Over this lane's columns. P's is in units of 2^-30, because a float would lose what is small
+    // beside 1.
+    float dS_sum[M][2] = {};
     uint32_t P_sum[M][2] = {};
     // Each thread's part of the sum of all keys. The loop leaves no registers for it.
     __shared__ float4 k_sums[kThreads];
     k_sums[threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
     float dq[M][HS / 8][4] = {};
 
+    // Tile j of keys:
+    //   split K(j), V(j) · start copying K(j+1), V(j+1) · S · dP · P, dS and their sums · split dS
+    //   · dQ += dS K
     for (int j = 0; j < k_tiles; j++) {
         const auto largest =
             kv.split_tiles([&](const auto& k) { add_keys(k_sums, k); }, [](int) { return 1.f; });
@@ -506,19 +528,23 @@ __global__ __launch_bounds__(kThreads,
             copy_kv(j + 1);
         __syncthreads();  // tile j is there for all
         const int k0 = j * Bc;
-        if (k0 > first_q() + Rows - 1 + p.shift)
+        const bool none_sees = k0 > first_q() + Rows - 1 + p.shift;
+        if (none_sees)
             continue;
+
         const float k_unit = unit_for(largest.x);
         const float s_unit = p.scale_log2 * q_unit * k_unit;
         const float dp_unit = do_unit * unit_for(largest.y);
+
         auto step = [&](auto masked) {
             constexpr bool Masked = decltype(masked)::value;
             float s[M][Bc / 8][4] = {};
             float dp[M][Bc / 8][4] = {};
             float P_tile[M][2] = {};
             float dS_tile[M][2] = {};
-            product_abt<HS, 2>(s, q_tile, kv.x_tile());
-            product_abt<HS, 1>(dp, do_tile, kv.y_tile());
+            multiply_abt<HS, 2>(s, q_tile, kv.x_tile());
+            multiply_abt<HS, 1>(dp, do_tile, kv.y_tile());
+
             const int first_row = first_q();
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
@@ -538,11 +564,12 @@ __global__ __launch_bounds__(kThreads,
                     P_sum[i][r] += __float2uint_rn(P_tile[i][r] * 0x1p30f);
                     dS_sum[i][r] += dS_tile[i][r];
                 }
+
             const uint32_t dS_largest = largest_of(s);
             uint32_t hi[Bc / 16][M][4];
             uint32_t lo[Bc / 16][M][4];
-            to_a(hi, lo, s, factor_for(dS_largest));
-            add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), unit_for(dS_largest) * k_unit);
+            pack_a(hi, lo, s, factor_for(dS_largest));
+            add_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), unit_for(dS_largest) * k_unit);
         };
         const bool needs_mask = k0 + Bc > p.Tk || k0 + Bc - 1 > first_q() + p.shift;
         if (needs_mask)
@@ -551,8 +578,8 @@ __global__ __launch_bounds__(kThreads,
             step(std::false_type{});
     }
 
-    // dq has D's error times the weighted mean key Σ P K. The plain mean stands in for it, to save
-    // a product.
+    // The corrections. dq has D's error times the weighted mean key Σ P K. The plain mean stands in
+    // for it, to save a product.
     float2 k_mean[HS / 8];
     const bool whole_row = !args.lse_rest.ptr;
     if (whole_row) {
@@ -566,6 +593,7 @@ __global__ __launch_bounds__(kThreads,
             const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
             const int row = min(t, p.Tq - 1);
             const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
+
             float change;  // of log2(e)·lse
             if (whole_row) {
                 const RowError error = error_of_row(dS_sum[i][r], P_sum[i][r]);
@@ -581,6 +609,7 @@ __global__ __launch_bounds__(kThreads,
                 const float rest = args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + row];
                 change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
             }
+
             const float factor = p.scale * (1.f - kLn2 * change);
             scale_row(dq, i, r, factor);
             if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
@@ -610,13 +639,13 @@ struct alignas(8) Units {
 };
 
 template <int HS>
-__global__ __launch_bounds__(kThreads,
-                             2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 2)
+    dkdv_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
-    constexpr int M = kM<HS>;
+    constexpr int M = kWarpTiles<HS>;
     constexpr int Rows = 16 * M;
     constexpr int KLo = Bc * HS * 2;
     using QdO = Stream<HS, Br, kThreads>;
@@ -666,6 +695,9 @@ __global__ __launch_bounds__(kThreads,
     float dk[M][HS / 8][4] = {};
     float dv[M][HS / 8][4] = {};
 
+    // Tile j of queries; S, P, dP and dS are transposed:
+    //   split Q(j), dO(j) · start copying Q(j+1), dO(j+1) · S · mask · P · split P · dV += Pᵀ dO ·
+    //   dP · dS · split dS · dK += dSᵀ Q
     for (int j = first_tile; j < q_tiles; j++) {
         const auto largest = q_do.split_tiles(
             [](const auto&) {}, [&](int row) { return row_stats->factors[(j & 1) * Br + row]; });
@@ -676,7 +708,8 @@ __global__ __launch_bounds__(kThreads,
         __syncthreads();  // tile j is there for all
         const int keys = p.Tk - first_k();
         const int first_row = first_k() - p.shift - j * Br;  // the tile's first that sees first_k
-        if (first_row > Br - 1)
+        const bool none_sees = first_row > Br - 1;
+        if (none_sees)
             continue;
 
         auto step = [&](auto masked) {
@@ -687,10 +720,12 @@ __global__ __launch_bounds__(kThreads,
             float dp[M][Br / 8][4] = {};  // transposed: rows are keys
             uint32_t hi[Br / 16][M][4];
             uint32_t lo[Br / 16][M][4];  // P, then dS
-            product_abt<HS, 2>(s, k_tile, q_do.x_tile());
+
+            multiply_abt<HS, 2>(s, k_tile, q_do.x_tile());
             const float s_unit =
                 fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[opaque_thread_idx() / 32].k);
-            if constexpr (decltype(masked)::value) {  // row i sees key j if i ≥ first_row + j
+            // Query i of the tile sees key j of the warp if i ≥ first_row + j.
+            if constexpr (decltype(masked)::value) {
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++) {
                         const int key = 16 * i + e / 2 * 8 + lane / 4;
@@ -708,9 +743,11 @@ __global__ __launch_bounds__(kThreads,
                         s[i][n][e] =
                             exp2_approx(fmaf(s[i][n][e], s_unit, -c.columns[e % 2].lse_log2));
             }
-            to_a(hi, lo, s, kPScale);
-            add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - 14));
-            product_abt<HS, 1>(dp, v_tile, q_do.y_tile());
+
+            pack_a(hi, lo, s, kPScale);
+            add_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - 14));
+
+            multiply_abt<HS, 1>(dp, v_tile, q_do.y_tile());
             const float dp_unit = units[opaque_thread_idx() / 32].v * power_of_two(-do_exponent);
             for (int n = 0; n < Br / 8; n++) {
                 const LseDPair c = lse_D[4 * n + lane % 4];
@@ -724,10 +761,11 @@ __global__ __launch_bounds__(kThreads,
                             P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.columns[1].D);
                     }
             }
+
             const uint32_t dS_largest = largest_of(dp);
-            to_a(hi, lo, dp, factor_for(dS_largest));
-            add_product_ab<HS, Br>(dk, hi, lo, q_do.x_tile(),
-                                   power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
+            pack_a(hi, lo, dp, factor_for(dS_largest));
+            add_ab<HS, Br>(dk, hi, lo, q_do.x_tile(),
+                           power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
         };
         const bool needs_mask = keys < Rows || first_row > 1 - Rows;
         if (needs_mask)

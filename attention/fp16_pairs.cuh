@@ -80,7 +80,7 @@ struct PairTile {
     __device__ __forceinline__ PairTile at(int bytes) const { return {hi + bytes}; }
 };
 
-// A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads,
+// A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them: t, t + Threads,
 // …
 template <int HS, int Rows, int Threads>
 constexpr int kPieces = Rows * HS / 4 / Threads;
@@ -159,8 +159,8 @@ __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const fl
 // rows of tile b. S adds its large terms in two chains, because a long chain drifts and S's
 // absolute error is P's relative error.
 template <int HS, int Chains, int M, int N, int ALo, int BLo>
-__device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a_tile,
-                                            PairTile<BLo> b_tile) {
+__device__ __forceinline__ void multiply_abt(float (&c)[M][N][4], PairTile<ALo> a_tile,
+                                             PairTile<BLo> b_tile) {
     uint32_t hi[M][4];
     uint32_t lo[M][4];
     uint32_t b[4];
@@ -199,10 +199,10 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a
 
 // sum (16·M × HS) += unit · A · B over K, a slice of columns at a time. B is K rows of `tile`.
 template <int HS, int K, int M, int Lo>
-__device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4],
-                                               const uint32_t (&hi)[K / 16][M][4],
-                                               const uint32_t (&lo)[K / 16][M][4],
-                                               PairTile<Lo> tile, float unit) {
+__device__ __forceinline__ void add_ab(float (&sum)[M][HS / 8][4],
+                                       const uint32_t (&hi)[K / 16][M][4],
+                                       const uint32_t (&lo)[K / 16][M][4], PairTile<Lo> tile,
+                                       float unit) {
     constexpr int Slice = 4 / M;  // 4 independent accumulators
     tile.hi = opaque(tile.hi);
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
@@ -237,8 +237,8 @@ __device__ __forceinline__ float2 join(uint32_t hi, uint32_t lo) {
 
 // hi, lo = A operands made of an accumulator times factor.
 template <int M, int N>
-__device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)[N / 2][M][4],
-                                     const float (&c)[M][N][4], float factor) {
+__device__ __forceinline__ void pack_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)[N / 2][M][4],
+                                       const float (&c)[M][N][4], float factor) {
     for (int kk = 0; kk < N / 2; kk++)
         for (int m = 0; m < M; m++)
             for (int i = 0; i < 4; i++) {
@@ -254,14 +254,19 @@ __device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)
 // the block works on those before them, then split.
 template <int HS, int Rows, int Threads>
 struct Stream {
-    static constexpr int Lo = Rows * HS * 2, Pair = 2 * Lo, Pieces = kPieces<HS, Rows, Threads>;
+    static constexpr int Lo = Rows * HS * 2;
+    static constexpr int Pair = 2 * Lo;
+    static constexpr int Pieces = kPieces<HS, Rows, Threads>;
+
     struct Largest {
         uint32_t x, y;  // the bits of the tiles' largest magnitudes
     };
-    unsigned char* smem;  // x pair, y pair, x floats, y floats
+
+    unsigned char* smem;  // x as pairs, y as pairs, x as floats, y as floats
 
     __device__ __forceinline__ PairTile<Lo> x_tile() const { return {smem_address(smem)}; }
     __device__ __forceinline__ PairTile<Lo> y_tile() const { return {smem_address(smem) + Pair}; }
+
     // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros. This
     // needs no barrier, because each thread will read only what it copied itself.
     __device__ __forceinline__ void copy(const HeadsView<const float>& x,
@@ -281,6 +286,7 @@ struct Stream {
         for (int i = 0; i < Pieces; i++, src += RowsAtOnce * row_stride)
             cp_async_16(floats + (thread + i * Threads) * 16, src, row + i * RowsAtOnce < end);
     }
+
     // Splits what has arrived, once all warps have left the last tile. When it returns, the next
     // floats may be copied, and after a barrier all warps find this tile. seen() gets this thread's
     // part of x. Rows of y are multiplied by factor(row), which is close to 1.
@@ -303,6 +309,7 @@ struct Stream {
             y[i] = y_floats[i * Threads];
         }
         seen(x);
+
         const uint32_t x_max = warp_largest(largest(x));
         const uint32_t y_max = warp_largest(largest(y));
         if (thread % 32 == 0) {
@@ -310,6 +317,7 @@ struct Stream {
             maxima.y[thread / 32] = y_max;
         }
         __syncthreads();  // the maxima are there, and all have left the last tile
+
         const uint4 a = *reinterpret_cast<const uint4*>(maxima.x);
         const uint4 b = *reinterpret_cast<const uint4*>(maxima.y);
         const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w));
