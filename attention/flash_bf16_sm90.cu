@@ -294,6 +294,7 @@ struct Consumer {
         for (auto& s_n : s)
             for (float& x : s_n)
                 x = 0.f;
+
         auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
 #pragma unroll 1
         for (int kk = 0; kk < HS / 16; kk++) {
@@ -436,8 +437,10 @@ struct Consumer {
         }
         finish_step(previous);
     }
-    // The same for a tile that some query does not see whole. Its softmax takes the textbook's way.
-    // It may multiply all 128 previous keys, because pack() has set the rest of P to 0.
+
+    // The same for a tile that some query does not see whole: the whole O += P V is started before
+    // the softmax, which takes the textbook's way. It may multiply all 128 previous keys, because
+    // pack() has set the rest of P to 0.
     __device__ __forceinline__ void masked_step(int j) {
         const PipelineState<Tiles::Stages> previous = kv;
         ++kv;
@@ -451,12 +454,14 @@ struct Consumer {
         rescale();
         finish_step(previous);
     }
+
+    // V(j) is for the next step. It is awaited here, because a loop keeps the compiler from moving
+    // the exponentials past the wait for O: they are to run while the tensor cores multiply.
     __device__ __forceinline__ void wait_for_o() {
-        // For the next step's P V. Here, because a loop keeps the compiler from moving the
-        // exponentials past the wait below: they are to run beside O += P V.
         shared.v_full.wait(kv);
         wgmma_wait<0>(o);
     }
+
     __device__ __forceinline__ void finish_step(PipelineState<Tiles::Stages> previous) {
         release(shared.k_empty.address(kv));
         release(shared.v_empty.address(previous));
@@ -466,17 +471,19 @@ struct Consumer {
     }
 
     // All of work tile i but its end: O, m and l.
-    //   skip tiles that no query here sees · the first step · masked steps · the other steps ·
-    //   the last O += P V
+    //   skip tiles of keys that no query here sees · the first step · masked steps · the other
+    //   steps · the last O += P V
     __device__ __forceinline__ void attend(const ForwardWorkTile& tile, int i) {
         first_q = tile.q0 + 64 * wg;
         q = shared.q_address(i, wg);
+
         const int last_q = min(first_q + 64, args.Tq) - 1;
         const bool has_queries = first_q >= 0;
         // The tiles that some query here sees, and those that all see whole.
         const int k_end = has_queries ? visible_keys(last_q, args.Tk, args.shift) : 0;
         const int my_tiles = ceil_div<Bc>(k_end);
         const int unmasked = max(0, visible_keys(first_q, args.Tk, args.shift) / Bc);
+
         for (int r = 0; r < 2; r++) {
             m[r] = -INFINITY;
             l[r] = 0.f;
@@ -502,10 +509,12 @@ struct Consumer {
             first_step(half, j);
         else
             first_step(s, j);
+
         shared.v_full.wait(kv);
         for (int r = 0; r < 2; r++)
             l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
         j--;
+
         if (is_half && j >= 0 && j < unmasked) {
             step</*PreviousKeys=*/64>();
             j--;
@@ -654,11 +663,13 @@ template <int HS, class Y>
 void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     using Tiles = ForwardTiles<HS>;
     const AttentionShape& s = c.s;
+
     // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short
     // tiles, in which SMs wait. And groups as alike as can be: a small last one begins its long
     // tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
     static_assert(sizeof(SharedMemory<HS>) <= 227 * 1024);
+
     ForwardArgs args{};
     args.NH = s.NH;
     args.Tq = s.Tq;

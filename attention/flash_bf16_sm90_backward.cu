@@ -190,7 +190,7 @@ struct SharedMemory {
     // clang-format off
     //                             who waits  ← who arrives: when
     FullBarriers<2>  k_full;    // all others ← loader: K is there, and work_tile
-    EmptyBarriers<2> k_empty;   // loader     ← storer: dK has left; senders: they know the work tile
+    EmptyBarriers<2> k_empty;   // loader     ← storer: dK has left; senders: they know work_tile
     FullBarriers<1>  v_full;    // consumers  ← loader: V is there
     EmptyBarriers<1> v_empty;   // loader     ← consumers: the work tile's last dP is done
     FullBarriers<2>  q_full;    // consumers  ← loader: Q, dO and row_stats are there
