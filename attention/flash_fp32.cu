@@ -67,10 +67,8 @@ struct Tiles {
     // rows hits 32 different banks.
     static constexpr int kRow = HS + 4;
     static constexpr int kPRow = Bc + 8;
-    // Accumulators of a thread: ThreadRows × ThreadCols of S, ThreadRows × ThreadOut of O and dQ,
-    // ThreadKeys × ThreadOut of dK and dV.
+    // Accumulators of a thread: ThreadRows × ThreadCols of S, ThreadRows × ThreadOut of O and dQ.
     static constexpr int ThreadRows = Br / kWarps / kLaneRows;
-    static constexpr int ThreadKeys = Bc / kWarps / kLaneRows;
     static constexpr int ThreadCols = Bc / kLaneCols;
     static constexpr int ThreadOut = HS / kLaneCols;
 };
@@ -577,7 +575,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int kRow = Tile::kRow;
     constexpr int kPRow = Tile::kPRow;
     constexpr int ThreadRows = Tile::ThreadRows;
-    constexpr int ThreadKeys = Tile::ThreadKeys;
+    constexpr int ThreadKeys = Bc / kWarps / kLaneRows;  // rows of dK and dV
     constexpr int ThreadCols = Tile::ThreadCols;
     constexpr int ThreadOut = Tile::ThreadOut;
     extern __shared__ float4 dynamic_smem[];
