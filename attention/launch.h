@@ -28,6 +28,17 @@ struct CallArgs : Call {
         this->s.scale_log2();  // scale·log2(e), for exponentials that are powers of 2
 };
 
+// What backward knows of a query.
+struct alignas(8) LseD {
+    float lse_log2;  // log2(e)·lse
+    float D;
+};
+// The same of the two queries whose columns are neighbours in an accumulator of dkdv_kernel:
+// columns[e % 2] is that of element e.
+struct alignas(16) LseDPair {
+    LseD columns[2];
+};
+
 // Query i sees keys [0, visible_keys). Without a mask `shift` is Tk, so these are all keys.
 __device__ __forceinline__ int visible_keys(int query, int Tk, int shift) {
     return min(Tk, query + shift + 1);

@@ -119,17 +119,6 @@ struct ForwardArgs {
     RowStatsView<float> lse_rest = {};
 };
 
-// What backward knows of a query.
-struct alignas(8) LseD {
-    float lse_log2;  // log2(e)·lse
-    float D;
-};
-// The same of the two queries whose columns are neighbours in an accumulator of dkdv_kernel:
-// columns[e % 2] is that of element e.
-struct alignas(16) LseDPair {
-    LseD columns[2];
-};
-
 // -------------------------------------------------------------------------------------------------
 // What a block works on
 
