@@ -171,35 +171,16 @@ struct Softmax {
             m[i][0] = m[i][1] = -INFINITY;
     }
 
-    // Turns s into P. s · s_unit is S·log2(e). m only keeps the exponentials in range and need not
-    // be the maximum. O and l are rescaled when a row of the warp outgrew its m by more than a
-    // factor of 2, which is rare after a few tiles.
+    // Turns s into P. s · s_unit is S·log2(e).
     template <int N>
     __device__ __forceinline__ void exponentials(float (&s)[M][N][4], float (&o)[M][HS / 8][4],
                                                  float s_unit, Excess<M>* l_excess) {
         float m_new[M][2];
-        bool outgrown = false;
-        for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++) {
-                float x = s[i][0][2 * r];
-                for (int n = 0; n < N; n++)
-                    x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
-                m_new[i][r] = fmaxf(m[i][r], quad_max(x) * s_unit);
-                // −inf − −inf is NaN, which compares false
-                outgrown |= m_new[i][r] - m[i][r] > 1.f;
-            }
+        const bool outgrown = raise_max(m_new, s, s_unit);
         Excess<M> excess = l_excess[opaque_thread_idx()];
-        if (__any_sync(~0u, outgrown)) {
-            for (int i = 0; i < M; i++)
-                for (int r = 0; r < 2; r++) {
-                    const float x = m_new[i][r];
-                    const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
-                    m[i][r] = x;
-                    l[i][r] *= alpha;
-                    excess.l[i][r] *= alpha;
-                    scale_row(o, i, r, alpha);
-                }
-        }
+        if (__any_sync(~0u, outgrown))
+            rescale(o, excess, m_new);
+
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
                 const float base = m[i][r] == -INFINITY ? 0.f : m[i][r];
@@ -218,6 +199,37 @@ struct Softmax {
                 l[i][r] = l_new;
             }
         l_excess[opaque_thread_idx()] = excess;
+    }
+
+    // The maxima, and whether a row outgrew its m by more than a factor of 2. m only keeps the
+    // exponentials in range and need not be the maximum, so O and l are rescaled if a row of the
+    // warp did, which is rare after a few tiles.
+    template <int N>
+    __device__ __forceinline__ bool raise_max(float (&m_new)[M][2], const float (&s)[M][N][4],
+                                              float s_unit) const {
+        bool outgrown = false;
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) {
+                float x = s[i][0][2 * r];
+                for (int n = 0; n < N; n++)
+                    x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                m_new[i][r] = fmaxf(m[i][r], quad_max(x) * s_unit);
+                // −inf − −inf is NaN, which compares false
+                outgrown |= m_new[i][r] - m[i][r] > 1.f;
+            }
+        return outgrown;
+    }
+    __device__ __forceinline__ void rescale(float (&o)[M][HS / 8][4], Excess<M>& excess,
+                                            const float (&m_new)[M][2]) {
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) {
+                const float x = m_new[i][r];
+                const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
+                m[i][r] = x;
+                l[i][r] *= alpha;
+                excess.l[i][r] *= alpha;
+                scale_row(o, i, r, alpha);
+            }
     }
 
     // l becomes the sum over all columns. Divides O by it.
