@@ -481,6 +481,63 @@ __device__ __forceinline__ void mean_key(float2 (&k_mean)[HS / 8], const float4*
     }
 }
 
+// The rows' errors, once all keys are summed: corrects dq, which it also scales, and writes D, lse
+// and P's factor for dkdv_kernel.
+template <int HS, int M>
+__device__ __forceinline__ void correct_rows(float (&dq)[M][HS / 8][4], float (&D)[M][2],
+                                             const float (&lse_log2)[M][2],
+                                             const float (&dS_sum)[M][2],
+                                             const uint32_t (&P_sum)[M][2], const float4* k_sums,
+                                             const BackwardArgs& args, const WorkTile& w) {
+    constexpr int Br = DqTiles<HS>::Br;
+    constexpr int Bc = DqTiles<HS>::Bc;
+    constexpr int Rows = 16 * M;
+    const Problem<float>& p = args.p;
+
+    // dq has D's error times the weighted mean key Σ P K. The plain mean stands in
+    // for it, to save a product.
+    float2 k_mean[HS / 8];
+    const bool whole_row = !args.lse_rest.ptr;
+    if (whole_row) {
+        // Counted again, because k_tiles would take a register from the loop.
+        const int keys = min(visible_tiles<Br, Bc>(p, w.tile) * Bc, p.Tk);
+        mean_key<HS>(k_mean, k_sums, keys);
+    }
+    for (int i = 0; i < M; i++)
+        for (int r = 0; r < 2; r++) {
+            const unsigned thread = opaque_thread_idx();
+            const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
+            const int row = min(t, p.Tq - 1);
+            const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
+
+            float change;  // of log2(e)·lse
+            if (whole_row) {
+                const RowError error = error_of_row(dS_sum[i][r], P_sum[i][r]);
+                D[i][r] += error.dS;
+                change = error.P * kLog2e;
+                for (int n = 0; n < HS / 8; n++) {
+                    dq[i][n][2 * r] -= error.dS * k_mean[n].x;
+                    dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
+                }
+            } else {
+                // What rounding took from lse_log2, from log2(e) and from lse.
+                const float lse = args.lse.ptr[w.bh * args.lse.head_stride + row];
+                const float rest = args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + row];
+                change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
+            }
+
+            const float factor = p.scale * (1.f - kLn2 * change);
+            scale_row(dq, i, r, factor);
+            if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
+                const float lse = lse_log2[i][r] + change;
+                const float rest = (lse_log2[i][r] - lse) + change;
+                const float f = 1.f - kLn2 * rest;
+                args.lse_D[at] = {.lse_log2 = lse, .D = D[i][r] * f};
+                args.factors[at] = f;
+            }
+        }
+}
+
 template <int HS>
 __global__ void __launch_bounds__(kThreads, 2)
     dq_kernel(const __grid_constant__ BackwardArgs args) {
@@ -590,48 +647,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             step(std::false_type{});
     }
 
-    // The corrections. dq has D's error times the weighted mean key Σ P K. The plain mean stands in
-    // for it, to save a product.
-    float2 k_mean[HS / 8];
-    const bool whole_row = !args.lse_rest.ptr;
-    if (whole_row) {
-        // Counted again, because k_tiles would take a register from the loop.
-        const int keys = min(visible_tiles<Br, Bc>(p, w.tile) * Bc, p.Tk);
-        mean_key<HS>(k_mean, k_sums, keys);
-    }
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < 2; r++) {
-            const unsigned thread = opaque_thread_idx();
-            const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
-            const int row = min(t, p.Tq - 1);
-            const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
-
-            float change;  // of log2(e)·lse
-            if (whole_row) {
-                const RowError error = error_of_row(dS_sum[i][r], P_sum[i][r]);
-                D[i][r] += error.dS;
-                change = error.P * kLog2e;
-                for (int n = 0; n < HS / 8; n++) {
-                    dq[i][n][2 * r] -= error.dS * k_mean[n].x;
-                    dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
-                }
-            } else {
-                // What rounding took from lse_log2, from log2(e) and from lse.
-                const float lse = args.lse.ptr[w.bh * args.lse.head_stride + row];
-                const float rest = args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + row];
-                change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
-            }
-
-            const float factor = p.scale * (1.f - kLn2 * change);
-            scale_row(dq, i, r, factor);
-            if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
-                const float lse = lse_log2[i][r] + change;
-                const float rest = (lse_log2[i][r] - lse) + change;
-                const float f = 1.f - kLn2 * rest;
-                args.lse_D[at] = {.lse_log2 = lse, .D = D[i][r] * f};
-                args.factors[at] = f;
-            }
-        }
+    correct_rows<HS>(dq, D, lse_log2, dS_sum, P_sum, k_sums, args, w);
     store_rows<HS>(dq, warp_row, w.head<HS>(args.dq) + w.tile * Br * args.dq.token_stride,
                    args.dq.token_stride, p.Tq - w.tile * Br);
 #endif
