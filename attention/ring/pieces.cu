@@ -1,6 +1,7 @@
-// Merges and adds the results of pieces. Bound by memory, so a thread takes four elements at once,
-// 16 bytes of fp32. A block owns one token with all of its heads. merge writes dst, lse and rest.
-// add writes dst.  Limits: HS divides 128.
+// Merges and adds the results of pieces. Bound by memory, so a thread works on four elements at
+// once, 16 bytes of fp32. A block owns one token with all of its heads.
+//
+// Writes: merge dst, lse and rest, add dst.  Limits: HS divides 128.
 #include <algorithm>
 
 #include "attention/ring/pieces.h"
@@ -8,15 +9,17 @@
 
 namespace {
 
-constexpr unsigned kMostThreads = 256;
-constexpr int kWide = 4;
+constexpr unsigned kMaxThreads = 256;
+constexpr int kWide = 4;  // elements of a thread
 
+// A token's first element.
 template <class X>
-__device__ X* at(const HeadsView<X>& x, int b, int t) {
+__device__ X* token_of(const HeadsView<X>& x, int b, int t) {
     return x.ptr + b * x.batch_stride + t * x.token_stride;
 }
 
-// A head's threads are in one warp. Its first keeps the merged lse, once all have read lse.
+// A head's threads are in one warp. The first of them stores the merged lse, once all have read
+// lse.
 template <class Y>
 __global__ void merge_kernel(AttentionShape s, HeadsView<Y> dst, Piece<float> sum,
                              Piece<float> piece) {
@@ -24,16 +27,17 @@ __global__ void merge_kernel(AttentionShape s, HeadsView<Y> dst, Piece<float> su
     const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
         const size_t head = size_t(b) * s.NH + i / s.HS;
-        const auto o = load<kWide>(at(sum.o, b, t) + i);
-        const auto o_b = load<kWide>(at(piece.o, b, t) + i);
+        const auto o = load<kWide>(token_of(sum.o, b, t) + i);
+        const auto o_b = load<kWide>(token_of(piece.o, b, t) + i);
         const Merge<float> merge(sum, piece, head, t);
+
         Vec<float, kWide> o_new;
         for (int k = 0; k < kWide; k++)
-            o_new.x[k] = merge.of(o[k], o_b[k]);
-        store(at(dst, b, t) + i, o_new);
+            o_new.x[k] = merge.merged(o[k], o_b[k]);
+        store(token_of(dst, b, t) + i, o_new);
         __syncwarp();
         if (i % s.HS == 0)
-            merge.keep(sum, head, t);
+            merge.store_lse(sum, head, t);
     }
 }
 
@@ -44,30 +48,31 @@ __global__ void add_kernel(AttentionShape s, HeadsView<Y> dst, HeadsView<Z> a, H
     const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
         Vec<float, kWide> sum = {};
-        const auto take = [&](const HeadsView<Z>& x) {
+        const auto add = [&](const HeadsView<Z>& x) {
             if (!x.ptr)
                 return;
-            const auto addend = load<kWide>(at(x, sequence, t) + i);
+            const auto addend = load<kWide>(token_of(x, sequence, t) + i);
             for (int k = 0; k < kWide; k++)
                 sum.x[k] += addend[k];
         };
-        take(a);
-        take(b);
-        take(c);
-        store(at(dst, sequence, t) + i, sum);
+        add(a);
+        add(b);
+        add(c);
+        store(token_of(dst, sequence, t) + i, sum);
     }
 }
 
 // -------------------------------------------------------------------------------------------------
+// Launchers
 
 template <class... P, class... Arguments>
 void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const AttentionShape& s,
             Arguments... arguments) {
-    if (kWarp * kWide % s.HS)
+    if ((kWarp * kWide) % s.HS != 0)
         throw Error(format("attention in pieces: head size %d, expected a divisor of 128", s.HS));
     const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq;
     const unsigned threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
-    kernel<<<tokens, std::min(threads, kMostThreads), 0, dev.stream>>>(s, arguments...);
+    kernel<<<tokens, std::min(threads, kMaxThreads), 0, dev.stream>>>(s, arguments...);
     LAUNCH_CHECK("attention in pieces");
 }
 
@@ -78,6 +83,7 @@ void merge(const Cuda& dev, const AttentionShape& s, HeadsView<Y> dst, const Pie
            const Piece<float>& piece) {
     launch(dev, merge_kernel<Y>, s, dst, sum, piece);
 }
+
 template <class Y, class Z>
 void add(const Cuda& dev, const AttentionShape& s, HeadsView<Y> dst, HeadsView<Z> a, HeadsView<Z> b,
          HeadsView<Z> c) {

@@ -1,16 +1,19 @@
-// What chunks (chunks.h) and rings (ring.h) are made of: calls of some queries with some keys.
-// Their fp32 results are merged or added up, and rounded once.
+// What chunks (chunks.h) and rings (ring.h) are made of: calls of some queries with some keys,
+// whose fp32 results are merged or added up, and rounded once.
 //
 // merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_b and
 // lse_b.
 //   o ← o − σ(lse_b − lse)(o − o_b);   lse ← log(exp lse + exp lse_b)
 //
-// A merged lse has a rest, which is what rounding took. Both together have twice the digits. At lse
-// = 9 rounding to fp32 changes lse by up to 5e-7. The merge's weight and all of the row's P in
-// backward get that as a relative error. It is several times fp32's own, and every merge would add
-// it anew.
+// A merged lse has a rest: its rounding error. Both together have twice the digits. At lse = 9
+// rounding to fp32 changes lse by up to 5e-7, several times fp32's own relative error. The merge's
+// weight, and in backward all of the row's P, have that as a relative error, and without the rest
+// every merge would add it again.
 #pragma once
 #include "attention/attention.h"
+
+// -------------------------------------------------------------------------------------------------
+// Merging and adding
 
 // What some queries have from the keys they have seen.
 template <class A>
@@ -18,35 +21,40 @@ struct Piece {
     HeadsView<A> o;
     RowStatsView<A> lse;
     RowStatsView<A> rest;
-    Piece from(size_t t) const {
+
+    Piece from(size_t t) const {  // without the first t queries
         return {.o = o.from(t), .lse = lse.from(t), .rest = rest.from(t)};
     }
 };
 
-// The lighter side's weight is computed, so that the heavier side's result keeps its digits.
+// The merge of one row. It computes the weight of the lighter side, so that the heavier side's
+// result keeps its digits.
 template <class A>
 struct Merge {
     bool heavier;  // the piece is
     A weight;      // of the lighter side
-    A lse, rest;
+    A lse;
+    A rest;
+
     __host__ __device__ Merge(const Piece<A>& sum, const Piece<A>& piece, size_t head, int t) {
-        const auto value = [=](const Piece<A>& p) {
-            return double(p.lse.ptr[head * p.lse.head_stride + t]) +
-                   p.rest.ptr[head * p.rest.head_stride + t];
+        const auto exact_lse = [=](const Piece<A>& p) {
+            const double lse = p.lse.ptr[head * p.lse.head_stride + t];
+            return lse + p.rest.ptr[head * p.rest.head_stride + t];
         };
-        const double lse_sum = value(sum);
-        const double lse_b = value(piece);
+        const double lse_sum = exact_lse(sum);
+        const double lse_b = exact_lse(piece);
         const A ratio = std::exp(-static_cast<A>(std::fabs(lse_sum - lse_b)));
         const double merged = (lse_b > lse_sum ? lse_b : lse_sum) + std::log1p(ratio);
+
         heavier = lse_b > lse_sum;
         weight = ratio / (1 + ratio);
         lse = static_cast<A>(merged);
         rest = static_cast<A>(merged - lse);
     }
-    __host__ __device__ A of(A o, A o_b) const {
+    __host__ __device__ A merged(A o, A o_b) const {
         return heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b);
     }
-    __host__ __device__ void keep(const Piece<A>& sum, size_t head, int t) const {
+    __host__ __device__ void store_lse(const Piece<A>& sum, size_t head, int t) const {
         sum.lse.ptr[head * sum.lse.head_stride + t] = lse;
         sum.rest.ptr[head * sum.rest.head_stride + t] = rest;
     }
@@ -54,12 +62,19 @@ struct Merge {
 
 // These work on (B, Tq, NH, HS) of views, whose rows are 16-byte aligned, or 8-byte in bf16. HS
 // divides 128 on a GPU.
-template <class Y>  // merges `piece` into `sum`, but the merged o goes to dst, which may be sum.o
+
+// Merges `piece` into `sum`, but writes the merged o to dst, which may be sum.o.
+template <class Y>
 void merge(const Cuda&, const AttentionShape&, HeadsView<Y> dst, const Piece<float>& sum,
            const Piece<float>& piece);
-template <class Y, class Z>  // dst ← a + b + c, without those that are null. dst may be one of them
+
+// dst ← a + b + c, without those that are null. dst may be one of them.
+template <class Y, class Z>
 void add(const Cuda&, const AttentionShape&, HeadsView<Y> dst, HeadsView<Z> a, HeadsView<Z> b = {},
          HeadsView<Z> c = {});
+
+// -------------------------------------------------------------------------------------------------
+// Calls
 
 // Some queries with some keys, and a mask that ends where the keys end, or none.
 struct PieceCall {
@@ -75,25 +90,14 @@ template <class Dev, class X>
 class Pieces {
   public:
     using A = Acc<X>;
+
     // (B, NH, T), then the rest of each
     size_t lse_elements() const { return kHasRest ? 2 * rows() : rows(); }
     size_t bytes() const { return next_ - begin_; }
 
   protected:
     static constexpr bool kHasRest = !std::is_same_v<X, bf16>;  // bf16's kernels write none
-    const Dev& dev_;
-    const AttentionShape s_;
-    const Attention kind_;
-    // dk and dv are (T, B, K and V, heads, HS), so that what the first tokens have is one stretch
-    // of memory. In fp32 the rest of the merged lse is in the caller's lse, not in sum_rest_.
-    A* q_sum_;       // (B, T, NH, HS): out or dq, merged or added up
-    A* q_;           // that of a piece
-    A* dkv_sum_;     // dk and dv, added up
-    A* dkv_;         // those of a piece
-    A* piece_rest_;  // (B, NH, T), of a piece's lse
-    A* sum_rest_;    // of the merged lse, right behind
-    A* piece_lse_;   // (B, NH, T)
-    char* scratch_;  // the kernel's
+
     struct Inputs {
         const X* qkv;
         const X* dout = nullptr;
@@ -101,30 +105,40 @@ class Pieces {
         const A* lse = nullptr;
         const X* kv = nullptr;  // another rank's keys and values (B, T, 2, heads, HS), not qkv's
     };
+
     Pieces(const Dev& dev, const AttentionShape& s, Attention kind)
         : dev_(dev), s_(s), kind_(kind) {
         place(nullptr);
     }
+
+    // ---- memory
+
     void place(void* memory) {
-        begin_ = next_ = reinterpret_cast<uintptr_t>(memory);
-        for (A** p : {&q_sum_, &q_})
-            take(*p, s_.queries().elements());
-        for (A** p : {&dkv_sum_, &dkv_})
-            take(*p, kv_elements());
+        begin_ = reinterpret_cast<uintptr_t>(memory);
+        next_ = begin_;
+        take(q_sum_, s_.queries().elements());
+        take(q_, s_.queries().elements());
+        take(dkv_sum_, kv_elements());
+        take(dkv_, kv_elements());
         take(piece_rest_, 2 * rows());
         sum_rest_ = piece_rest_ + rows();
         take(piece_lse_, rows());
+
         // What is enough for all tokens without a mask is enough for some, and with one.
         AttentionShape unmasked = s_;
         unmasked.causal = false;
         const size_t scratch = attention_scratch_bytes<X>(dev_, kind_, unmasked);
         take(scratch_, std::max<size_t>(16, scratch));
     }
+    // Points p at the next n elements, aligned to 256 bytes.
     template <class Y>
     void take(Y*& p, size_t n) {
         p = reinterpret_cast<Y*>(next_);
         next_ += (n * sizeof(Y) + 255) / 256 * 256;
     }
+
+    // ---- shapes and views
+
     int T() const { return s_.Tk; }
     size_t rows() const { return s_.rows(); }
     size_t kv_elements() const {  // of keys and values, or their gradients
@@ -144,39 +158,12 @@ class Pieces {
         return some;
     }
     template <class Y>
-    HeadsView<Y> view(Y* x) const {
+    HeadsView<Y> view(Y* x) const {  // (B, T, NH, HS)
         return contiguous(x, s_.queries());
     }
     template <class Y>
     PackedHeads<Y> parts(Y* qkv) const {
         return packed(qkv, T(), s_);
-    }
-    // Keys and values of n tokens, or their gradients, as one tensor of all their heads. In a
-    // packed tensor it begins at the keys, because a token's values are right behind them.
-    AttentionShape keys(int n) const {
-        AttentionShape both = tokens(n);
-        both.NH = 2 * s_.keys().heads;
-        return both;
-    }
-    HeadsView<A> of_keys(A* dkv) const {
-        const size_t sequence = 2 * s_.keys().C();
-        return {.ptr = dkv, .batch_stride = sequence, .token_stride = s_.B * sequence};
-    }
-    // Where keys and values of another rank are.
-    template <class Y>
-    HeadsView<Y> of_others(Y* kv) const {
-        const size_t token = 2 * s_.keys().C();
-        return {.ptr = kv, .batch_stride = T() * token, .token_stride = token};
-    }
-    struct KeysAndValues {
-        HeadsView<const X> k;
-        HeadsView<const X> v;
-    };
-    KeysAndValues keys_and_values(const Inputs& in) const {
-        if (in.kv)
-            return {.k = of_others(in.kv), .v = of_others(in.kv + s_.keys().C())};
-        const PackedHeads<const X> own = parts(in.qkv);
-        return {.k = own.k, .v = own.v};
     }
     template <class Y>
     RowStatsView<Y> stats(Y* x) const {  // (B, NH, T)
@@ -186,6 +173,38 @@ class Pieces {
     Y* rest_of(Y* lse) const {  // see lse_elements()
         return lse + rows();
     }
+
+    // Keys and values of n tokens side by side, or their gradients, as one tensor of 2·NH heads. In
+    // a packed tensor it begins at the keys, because a token's values follow them.
+    AttentionShape kv_shape(int n) const {
+        AttentionShape both = tokens(n);
+        both.NH = 2 * s_.keys().heads;
+        return both;
+    }
+    // In dkv_sum_, dkv_ and what a ring sends: (T, B, K and V, heads, HS).
+    HeadsView<A> dkv_view(A* dkv) const {
+        const size_t sequence = 2 * s_.keys().C();
+        return {.ptr = dkv, .batch_stride = sequence, .token_stride = s_.B * sequence};
+    }
+    // Of another rank: (B, T, K and V, heads, HS).
+    template <class Y>
+    HeadsView<Y> kv_view(Y* kv) const {
+        const size_t token = 2 * s_.keys().C();
+        return {.ptr = kv, .batch_stride = T() * token, .token_stride = token};
+    }
+    struct KeysAndValues {
+        HeadsView<const X> k;
+        HeadsView<const X> v;
+    };
+    KeysAndValues keys_and_values(const Inputs& in) const {
+        if (in.kv)
+            return {.k = kv_view(in.kv), .v = kv_view(in.kv + s_.keys().C())};
+        const PackedHeads<const X> own = parts(in.qkv);
+        return {.k = own.k, .v = own.v};
+    }
+
+    // ---- calls
+
     // What all queries have before the first piece.
     Piece<A> begin(A* lse) {
         if (!kHasRest)
@@ -193,8 +212,9 @@ class Pieces {
         A* const rest = kHasRest ? rest_of(lse) : sum_rest_;
         return {.o = view(q_sum_), .lse = stats(lse), .rest = stats(rest)};
     }
-    // A query's first piece writes the sum. The others merge into it, and their merged o goes to
-    // dst.
+
+    // A query's first piece writes the sum. The others are merged into it, and their merged o is
+    // written to dst.
     template <class Y>
     void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first,
                  HeadsView<Y> dst) {
@@ -213,7 +233,8 @@ class Pieces {
         if (!first)
             merge(dev_, tokens(p.Tq), dst.from(p.q0), sum.from(p.q0), to);
     }
-    // The results go to the piece's places in dq and dkv.
+
+    // Writes the piece's part of dq and dkv.
     void backward(const PieceCall& p, const Inputs& in, A* dq, A* dkv) {
         const KeysAndValues kv = keys_and_values(in);
         AttentionBackward<X, A> c{shape_of(p)};
@@ -226,12 +247,27 @@ class Pieces {
         if (kHasRest)
             c.lse_rest = stats(rest_of(in.lse)).from(p.q0);
         c.dq = view(dq).from(p.q0);
-        c.dk = of_keys(dkv).from(p.k0);
-        c.dv = of_keys(dkv + s_.keys().C()).from(p.k0);
+        c.dk = dkv_view(dkv).from(p.k0);
+        c.dv = dkv_view(dkv + s_.keys().C()).from(p.k0);
         c.scratch = scratch_;
         attention_backward(dev_, kind_, c);
     }
 
+    const Dev& dev_;
+    const AttentionShape s_;
+    const Attention kind_;
+    // dk and dv are (T, B, K and V, heads, HS), so that what the first tokens have is one stretch
+    // of memory. In fp32 the rest of the merged lse is in the caller's lse, not in sum_rest_.
+    A* q_sum_;       // (B, T, NH, HS): out or dq, merged or added up
+    A* q_;           // that of a piece
+    A* dkv_sum_;     // dk and dv, added up
+    A* dkv_;         // those of a piece
+    A* piece_rest_;  // (B, NH, T), of a piece's lse
+    A* sum_rest_;    // of the merged lse; follows piece_rest_
+    A* piece_lse_;   // (B, NH, T)
+    char* scratch_;  // the kernel's
+
   private:
-    uintptr_t begin_ = 0, next_ = 0;
+    uintptr_t begin_ = 0;
+    uintptr_t next_ = 0;
 };

@@ -208,8 +208,8 @@ void merge(const Cpu&, const AttentionShape& s, HeadsView<A> dst, const Piece<A>
         const A* o = sum.o.row(b, t, h, s.HS);
         const A* o_b = piece.o.row(b, t, h, s.HS);
         for (int d = 0; d < s.HS; d++)
-            dst.row(b, t, h, s.HS)[d] = merge.of(o[d], o_b[d]);
-        merge.keep(sum, head, t);
+            dst.row(b, t, h, s.HS)[d] = merge.merged(o[d], o_b[d]);
+        merge.store_lse(sum, head, t);
     }
 }
 template <class A, class Z>
