@@ -59,6 +59,11 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSub = 32;
 
+// Where tile j of the streamed operand is, of two stages.
+__device__ __forceinline__ int stage_index(int j) {
+    return j & 1;
+}
+
 template <int HS>
 struct ForwardTiles {
     static constexpr int WarpTiles = 2;
@@ -114,7 +119,7 @@ struct DkdvTiles {
 // How many of the tile's keys, from k0 on, query `row` sees, counted from this lane's first column
 // of an accumulator.
 __device__ __forceinline__ int visible_columns(const Problem<bf16>& p, int row, int k0) {
-    return min(p.Tk, row + p.shift + 1) - k0 - threadIdx.x % 4 * 2;
+    return visible_keys(row, p.Tk, p.shift) - k0 - (threadIdx.x % 4) * 2;
 }
 
 // The online softmax of a warp's rows. This lane has rows lane/4 and lane/4 + 8 of each MMA tile.
@@ -221,10 +226,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int k_tiles = ceil_div<Bc>(k_end);
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, k, p.k.token_stride, j * Bc,
-                                    p.Tk);
-        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, v, p.v.token_stride, j * Bc,
-                                    p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + stage_index(j) * TileBytes, k, p.k.token_stride,
+                                    j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + stage_index(j) * TileBytes, v, p.v.token_stride,
+                                    j * Bc, p.Tk);
     };
     load_tile<HS, Br, kThreads>(q_smem, q, p.q.token_stride, q0, p.Tq);
     cp_async_commit();
@@ -243,8 +248,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     auto step = [&](int j, auto masked) {
         float s[M][Bc / 8][4] = {};
-        const uint32_t k_tile = k_smem + (j & 1) * TileBytes;
-        const uint32_t v_tile = v_smem + (j & 1) * TileBytes;
+        const uint32_t k_tile = k_smem + stage_index(j) * TileBytes;
+        const uint32_t v_tile = v_smem + stage_index(j) * TileBytes;
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++)
             multiply_abt<HS>(s, q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk), k_tile,
@@ -338,7 +343,7 @@ __device__ __forceinline__ void find_lse_D(const Args& args, const WorkTile& w, 
     for (int i = 0; i < N; i++) {
         const int row_of_load = q0 + warp_row + i * RowsAtOnce + lane / Pieces;
         const size_t token = min(row_of_load, p.Tq - 1);
-        const size_t column = lane % Pieces * 8;
+        const size_t column = (lane % Pieces) * 8;
         x[i] = *reinterpret_cast<const uint4*>(dout + token * args.dout.token_stride + column);
         y[i] = *reinterpret_cast<const uint4*>(out + token * args.out.token_stride + column);
     }
@@ -389,10 +394,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, w.head<HS>(p.k), p.k.token_stride,
-                                    j * Bc, p.Tk);
-        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, w.head<HS>(p.v), p.v.token_stride,
-                                    j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + stage_index(j) * TileBytes, w.head<HS>(p.k),
+                                    p.k.token_stride, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + stage_index(j) * TileBytes, w.head<HS>(p.v),
+                                    p.v.token_stride, j * Bc, p.Tk);
     };
     load_tile<HS, Br, kThreads>(q_smem, w.head<HS>(p.q), p.q.token_stride, q0, p.Tq);
     load_tile<HS, Br, kThreads>(do_smem, dout, args.dout.token_stride, q0, p.Tq);
@@ -424,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2;
+        const uint32_t k_tile = k_smem + stage_index(j) * TileBytes + sub * HS * 2;
         const uint32_t v_tile = k_tile + (v_smem - k_smem);
         float s[M][kSub / 8][4] = {};
         float dp[M][kSub / 8][4];
@@ -445,7 +450,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                 const int visible = visible_columns(p, row, j * Bc + sub);
                 for (int n = 0; n < kSub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
-                    s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
+                    s[i][n][e] =
+                        (Masked && 8 * n + e % 2 >= visible) ? 0.f : P * dp[i][n][e];  // dS
                 }
             }
         add_ab<HS>(dq, s, k_tile);
@@ -511,14 +517,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     // Queries past Tq arrive as zeros, as do their dO and D, so they add nothing. Keys past Tk fill
     // rows that are never written.
     auto load_q = [&](int j) {
-        const int stage = j & 1;
+        const int stage = stage_index(j);
         const int row = j * Br + threadIdx.x;  // whose lse and D this thread copies
         load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, w.head<HS>(p.q), p.q.token_stride,
                                     j * Br, p.Tq);
         load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, w.head<HS>(args.dout),
                                     args.dout.token_stride, j * Br, p.Tq);
         if (threadIdx.x < Br)
-            cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8,
+            cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * sizeof(LseD),
                        args.lse_D + static_cast<size_t>(w.bh) * p.Tq + row, row < p.Tq);
         cp_async_commit();
     };
@@ -530,7 +536,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     float dv[M][HS / 8][4] = {};
     auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2;
+        const uint32_t q_tile = q_smem + stage_index(j) * TileBytes + sub * HS * 2;
         const uint32_t do_tile = q_tile + (do_smem - q_smem);
         float s[M][kSub / 8][4] = {};
         float dp[M][kSub / 8][4];  // transposed: rows are keys
@@ -541,7 +547,9 @@ __global__ void __launch_bounds__(kThreads, 2)
             multiply_abt<HS>(s, a, q_tile, kk * 16);
         }
         // Of the two queries of this lane in fragment n.
-        auto query_pair = [&](int n) { return lse_D[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
+        auto query_pair = [&](int n) {
+            return lse_D[(stage_index(j) * Br + sub + 8 * n) / 2 + lane % 4];
+        };
         for (int n = 0; n < kSub / 8; n++) {
             const LseDPair pair = query_pair(n);
             for (int i = 0; i < M; i++)
@@ -550,7 +558,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                     const int query = fragment_col(j * Br + sub + 8 * n, e, lane);
                     const float P =
                         exp2_approx(s[i][n][e] * p.scale_log2 - pair.columns[e % 2].lse_log2);
-                    s[i][n][e] = Masked && query + p.shift < key ? 0.f : P;
+                    s[i][n][e] = (Masked && query + p.shift < key) ? 0.f : P;
                 }
         }
         add_ab<HS>(dv, s, do_tile);

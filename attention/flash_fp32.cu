@@ -113,11 +113,11 @@ using BackwardSmall128 = Tiles<128, 16, 32>;
 // the warp in 2 passes, not 4.
 __device__ int lane_row() {
     const int lane = threadIdx.x % 32;
-    return lane / 16 * 2 + lane % 2;
+    return (lane / 16) * 2 + lane % 2;
 }
 __device__ int lane_col() {
     const int lane = threadIdx.x % 32;
-    return lane / 2 % 8;
+    return (lane / 2) % 8;
 }
 
 // Over the 8 lanes that share a row.
@@ -147,7 +147,7 @@ template <int Rows, int HS>
 __device__ void load_tile(StagingRegisters<Rows, HS>& regs, const float* rows, size_t row_stride,
                           int count) {
     const int row = threadIdx.x / (HS / 4);
-    rows += row * row_stride + threadIdx.x % (HS / 4) * 4;
+    rows += row * row_stride + (threadIdx.x % (HS / 4)) * 4;
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
         const bool exists = row + i * kRowsAtOnce<HS> < count;
         regs[i] = exists ? *reinterpret_cast<const float4*>(rows) : float4{};
@@ -159,7 +159,7 @@ __device__ void load_tile(StagingRegisters<Rows, HS>& regs, const float* rows, s
 template <int Rows, int HS>
 __device__ void stage_tile(float (&tile)[Rows][HS + 4], const StagingRegisters<Rows, HS>& regs,
                            float factor = 1.f) {
-    float* to = &tile[threadIdx.x / (HS / 4)][threadIdx.x % (HS / 4) * 4];
+    float* to = &tile[threadIdx.x / (HS / 4)][(threadIdx.x % (HS / 4)) * 4];
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
         const float4 x = regs[i];
         *reinterpret_cast<float4*>(to + i * kRowsAtOnce<HS> * (HS + 4)) =
@@ -442,12 +442,12 @@ __global__ void D_kernel(float* D, HeadsView<const float> dout, HeadsView<const 
     const size_t thread = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
     const size_t row = thread / kLanes;
     const size_t h = row % NH;
-    const size_t t = row / NH % Tq;
+    const size_t t = (row / NH) % Tq;
     const size_t b = row / NH / Tq;
 
     float sum = 0.f;
     if (row < rows) {
-        const int column = thread % kLanes * kTerms;
+        const int column = (thread % kLanes) * kTerms;
         float x[kTerms];
         float y[kTerms];
         load(x, dout.row(b, t, h, HS) + column);

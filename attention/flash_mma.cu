@@ -78,7 +78,7 @@ __device__ void load_tile(SmemTile<HS, Rows>& tile, const bf16* head, size_t row
                           int end) {
     constexpr int kPieces = HS / 8;  // of 16 bytes in a row, one a thread
     constexpr int kRowsAtOnce = kThreads / kPieces;
-    const int d = threadIdx.x % kPieces * 8;
+    const int d = (threadIdx.x % kPieces) * 8;
     int row = threadIdx.x / kPieces;
     const bf16* src = head + (row0 + row) * row_stride + d;
     for (; row < Rows; row += kRowsAtOnce) {
@@ -98,8 +98,8 @@ __device__ void load_rows(Fragments<HS>& regs, const bf16* head, size_t row_stri
     for (int kk = 0; kk < HS / 16; kk++)
         for (int i = 0; i < 4; i++) {
             // Register i of an A fragment holds two neighbours of one row.
-            const int r = row + i % 2 * 8;
-            const int d = 16 * kk + i / 2 * 8 + threadIdx.x % 4 * 2;
+            const int r = row + (i % 2) * 8;
+            const int d = 16 * kk + (i / 2) * 8 + (threadIdx.x % 4) * 2;
             regs[kk][i] =
                 r < end ? *reinterpret_cast<const uint32_t*>(head + r * row_stride + d) : 0;
         }
@@ -112,7 +112,7 @@ __device__ void store_rows(const Accumulator<HS>& x, bf16* head, size_t row_stri
     for (int r = 0; r < 2; r++) {
         if (row + 8 * r >= end)
             continue;
-        bf16* to = head + (row + 8 * r) * row_stride + threadIdx.x % 4 * 2;
+        bf16* to = head + (row + 8 * r) * row_stride + (threadIdx.x % 4) * 2;
         for (int n = 0; n < HS / 8; n++)
             *reinterpret_cast<uint32_t*>(to + 8 * n) =
                 pack_bf16(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
@@ -131,8 +131,8 @@ __device__ void multiply_abt(Accumulator<N>& s, const Fragments<HS>& q_regs,
     for (int kk = 0; kk < HS / 16; kk++)
         for (int n = 0; n < N; n += 16) {
             // Lane l gives the address of 8 columns of one of the block's 16 keys.
-            const int key = n + lane / 16 * 8 + lane % 8;
-            const int d = 16 * kk + lane / 8 % 2 * 8;
+            const int key = n + (lane / 16) * 8 + lane % 8;
+            const int d = 16 * kk + ((lane / 8) % 2) * 8;
             uint32_t b_regs[4];
             ldmatrix_x4(b_regs, smem_address(&k_smem[key][d]));
             mma_m16n8k16_bf16(s[n / 8], q_regs[kk], b_regs[0], b_regs[1]);
@@ -154,7 +154,7 @@ __device__ void add_ab(Accumulator<HS>& o, const Accumulator<N>& p, const SmemTi
                                     pack_bf16(right[0], right[1]), pack_bf16(right[2], right[3])};
         for (int n = 0; n < HS; n += 16) {
             const int key = 16 * kk + lane % 16;
-            const int d = n + lane / 16 * 8;
+            const int d = n + (lane / 16) * 8;
             uint32_t b_regs[4];
             ldmatrix_x4_trans(b_regs, smem_address(&v_smem[key][d]));
             mma_m16n8k16_bf16(o[n / 8], p_regs, b_regs[0], b_regs[1]);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads)
             for (int n = 0; n < Bc / 8; n++)
                 for (int e = 0; e < 4; e++) {
                     const int key = fragment_col(k0 + 8 * n, e, lane);
-                    if (key >= Tk || key > lane_q + e / 2 * 8 + args.shift)
+                    if (key >= Tk || key > lane_q + (e / 2) * 8 + args.shift)
                         s[n][e] = -INFINITY;
                 }
         }
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
         for (int n = 0; n < Br / 8; n++)
             for (int e = 0; e < 4; e++) {
                 const int i = fragment_col(8 * n, e, lane);  // of the tile's queries
-                const bool visible = lane_k + e / 2 * 8 <= q0 + i + args.shift;
+                const bool visible = lane_k + (e / 2) * 8 <= q0 + i + args.shift;
                 // S becomes P
                 s[n][e] = visible ? exp2_approx(s[n][e] * args.scale_log2 - lse_log2_smem[i]) : 0.f;
             }

@@ -52,7 +52,8 @@ constexpr int kSplit = HS / kOwn;  // lines of a row, and threads that share it
 template <int HS>
 constexpr int kRow = kSplit<HS> * kLine;  // floats from a row of a tile to the next
 
-static_assert(2 * (kThreads + kPassing) * sizeof(Line) <= 48 << 10, "dq_kernel's tiles do not fit");
+static_assert(2 * (kThreads + kPassing) * sizeof(Line) <= (48 << 10),
+              "dq_kernel's tiles do not fit");
 
 // -------------------------------------------------------------------------------------------------
 // Loads

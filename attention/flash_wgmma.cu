@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_rows(const float (&x)[HS / 8][4], Y* head,
     for (int r = 0; r < 2; r++) {
         if (row + 8 * r >= end)
             continue;
-        Y* to = head + (row + 8 * r) * row_stride + threadIdx.x % 4 * 2;
+        Y* to = head + (row + 8 * r) * row_stride + (threadIdx.x % 4) * 2;
         for (int n = 0; n < HS / 8; n++)
             store_pair(to + 8 * n, x[n][2 * r], x[n][2 * r + 1]);
     }
@@ -159,16 +159,12 @@ __device__ __forceinline__ void store_rows(const float (&x)[HS / 8][4], Y* head,
 // -------------------------------------------------------------------------------------------------
 // Products. A k-step is one wgmma deep, 16 terms of each sum.
 
-// K-step kk along the rows of a tile: columns [16·kk, 16·kk + 16).
-template <int Rows>
-__device__ uint64_t column_step(uint64_t tile, int kk) {
-    const int panel = kk / 4;
-    const int bytes = kk % 4 * 32;  // into its rows
-    return wgmma_advance(tile, panel * Rows * kRowBytes + bytes);
-}
-// K-step kk along the columns of a tile: rows [16·kk, 16·kk + 16).
-__device__ uint64_t row_step(uint64_t tile, int kk) {
-    return wgmma_advance(tile, kk * 16 * kRowBytes);
+// Packs two neighbouring columns of fragment n, row r of this lane's two, into an A operand whose
+// columns are those of the accumulator: k-step kk has fragments 2·kk (left) and 2·kk + 1 (right).
+template <int K>
+__device__ __forceinline__ void pack_a(uint32_t (&a_regs)[K][4], int n, int r, float x, float y) {
+    const int right = n % 2;
+    a_regs[n / 2][right * 2 + r] = pack_bf16(x, y);
 }
 
 // Starts s = a · bᵀ. The tiles have 64 and 8·N rows, which are s's rows and columns.
@@ -178,7 +174,7 @@ __device__ __forceinline__ void start_abt(float (&s)[N][4], uint64_t a_tile, uin
     wgmma_fence();
     wgmma_ss_set(s, a_tile, b_tile);
     for (int kk = 1; kk < HS / 16; kk++)
-        wgmma_ss(s, column_step<64>(a_tile, kk), column_step<8 * N>(b_tile, kk), true);
+        wgmma_ss(s, wgmma_column_step<64>(a_tile, kk), wgmma_column_step<8 * N>(b_tile, kk), true);
     wgmma_commit();
 }
 // [end]
@@ -191,7 +187,7 @@ __device__ __forceinline__ void start_add_ab(float (&c)[N][4], uint32_t (&a_regs
     wgmma_fence_operand(c);
     wgmma_fence();
     for (int kk = 0; kk < K; kk++)
-        wgmma_rs<true>(c, a_regs[kk], row_step(b_tile, kk), true);
+        wgmma_rs<true>(c, a_regs[kk], wgmma_row_step(b_tile, kk), true);
     wgmma_commit();
 }
 
@@ -221,7 +217,7 @@ __device__ __forceinline__ void exponentials(float& l, float (&s)[N][4],
             s[n][e] = exp2_approx(s[n][e] * scale_log2 - m * scale_log2);
             l += s[n][e];
         }
-        p_regs[n / 2][n % 2 * 2 + r] = pack_bf16(s[n][2 * r], s[n][2 * r + 1]);
+        pack_a(p_regs, n, r, s[n][2 * r], s[n][2 * r + 1]);
     }
 }
 
@@ -250,7 +246,7 @@ __global__ void __launch_bounds__(kThreads)
     const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
     const int lane = threadIdx.x % 32;
     const int q0 = w.tile * Br;
-    const int warp_q0 = q0 + threadIdx.x / 32 * 16;
+    const int warp_q0 = q0 + (threadIdx.x / 32) * 16;
     const int lane_q = fragment_row(warp_q0, 0, lane);  // this lane's queries: lane_q, lane_q + 8
     const bool leader = threadIdx.x == 0;
     const int Tq = args.s.Tq;
@@ -293,7 +289,7 @@ __global__ void __launch_bounds__(kThreads)
             for (int n = 0; n < Bc / 8; n++)
                 for (int e = 0; e < 4; e++) {
                     const int key = fragment_col(k0 + 8 * n, e, lane);
-                    if (key >= Tk || key > lane_q + e / 2 * 8 + args.shift)
+                    if (key >= Tk || key > lane_q + (e / 2) * 8 + args.shift)
                         s[n][e] = -INFINITY;
                 }
         }
@@ -345,7 +341,7 @@ __device__ __forceinline__ LseD lse_and_D(const BackwardArgs<Y>& args, const Wor
     if (row < args.s.Tq) {
         const bf16* dout = w.head<HS>(args.dout) + row * args.dout.token_stride;
         const bf16* out = w.head<HS>(args.out) + row * args.out.token_stride;
-        for (int d = threadIdx.x % 4 * 8; d < HS; d += 4 * 8)
+        for (int d = (threadIdx.x % 4) * 8; d < HS; d += 4 * 8)
             x.D += dot8(*reinterpret_cast<const uint4*>(dout + d),
                         *reinterpret_cast<const uint4*>(out + d));
         x.lse_log2 = w.stats(args.lse)[row] * static_cast<float>(M_LOG2E);
@@ -369,7 +365,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
     const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
     const int lane = threadIdx.x % 32;
     const int q0 = w.tile * kTile;
-    const int lane_q = fragment_row(q0 + threadIdx.x / 32 * 16, 0, lane);  // and lane_q + 8
+    const int lane_q = fragment_row(q0 + (threadIdx.x / 32) * 16, 0, lane);  // and lane_q + 8
     const bool leader = threadIdx.x == 0;
     const int Tk = args.s.Tk;
     const int k_tiles = ceil_div<kTile>(min(Tk, q0 + kTile + args.shift));
@@ -431,7 +427,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
             for (int n = 0; n < kTile / 8; n++)
                 for (int e = 0; e < 4; e++) {
                     const int key = fragment_col(k0 + 8 * n, e, lane);
-                    if (key >= Tk || key > lane_q + e / 2 * 8 + args.shift)
+                    if (key >= Tk || key > lane_q + (e / 2) * 8 + args.shift)
                         s[n][e] = 0.f;
                 }
         }
@@ -439,9 +435,8 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
         wgmma_wait<0>(dp);
         for (int n = 0; n < kTile / 8; n++)
             for (int r = 0; r < 2; r++)
-                ds_regs[n / 2][n % 2 * 2 + r] =
-                    pack_bf16(s[n][2 * r] * (dp[n][2 * r] - D[r]),
-                              s[n][2 * r + 1] * (dp[n][2 * r + 1] - D[r]));
+                pack_a(ds_regs, n, r, s[n][2 * r] * (dp[n][2 * r] - D[r]),
+                       s[n][2 * r + 1] * (dp[n][2 * r + 1] - D[r]));
         start_add_ab(dq, ds_regs, k_rows);
         wgmma_wait<0>(dq);
         __syncthreads();  // all warps are done with this stage
@@ -471,11 +466,11 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
     const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
     const int lane = threadIdx.x % 32;
     const int k0 = w.tile * kTile;
-    const int lane_k = fragment_row(k0 + threadIdx.x / 32 * 16, 0, lane);  // and lane_k + 8
+    const int lane_k = fragment_row(k0 + (threadIdx.x / 32) * 16, 0, lane);  // and lane_k + 8
     const bool leader = threadIdx.x == 0;
     const int Tk = args.s.Tk;
     // The first query that sees key k0 is k0 − shift. Tiles are counted from the one that has it.
-    const int first_q0 = max(0, k0 - args.shift) / kTile * kTile;
+    const int first_q0 = (max(0, k0 - args.shift) / kTile) * kTile;
     const int q_tiles = ceil_div<kTile>(args.s.Tq - first_q0);
 
     const auto load_q = [&](int i) {
@@ -537,22 +532,21 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
             for (int n = 0; n < kTile / 8; n++)
                 for (int e = 0; e < 4; e++) {
                     const int query = fragment_col(q0 + 8 * n, e, lane);
-                    if (lane_k + e / 2 * 8 > query + args.shift)
+                    if (lane_k + (e / 2) * 8 > query + args.shift)
                         s[n][e] = 0.f;
                 }
         }
         for (int n = 0; n < kTile / 8; n++)
             for (int r = 0; r < 2; r++)
-                p_regs[n / 2][n % 2 * 2 + r] = pack_bf16(s[n][2 * r], s[n][2 * r + 1]);
+                pack_a(p_regs, n, r, s[n][2 * r], s[n][2 * r + 1]);
         start_add_ab(dv, p_regs, dout_rows);
 
         wgmma_wait<1>(dp);  // dV is still being added to
         for (int n = 0; n < kTile / 8; n++) {
             const LseDPair queries = lse_D[4 * n];
             for (int r = 0; r < 2; r++)
-                ds_regs[n / 2][n % 2 * 2 + r] =
-                    pack_bf16(s[n][2 * r] * (dp[n][2 * r] - queries.columns[0].D),
-                              s[n][2 * r + 1] * (dp[n][2 * r + 1] - queries.columns[1].D));
+                pack_a(ds_regs, n, r, s[n][2 * r] * (dp[n][2 * r] - queries.columns[0].D),
+                       s[n][2 * r + 1] * (dp[n][2 * r + 1] - queries.columns[1].D));
         }
         start_add_ab(dk, ds_regs, q_rows);
         wgmma_wait<0>(dv, dk);

@@ -97,7 +97,7 @@ __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t r
         if (j < keys) {
             const Vec<X, V> x = load<V>(s + j);
             for (int e = 0; e < V; e++)
-                p.x[e] = j + e < keys ? expf(x[e] - m_row) * inv_l : 0.f;
+                p.x[e] = (j + e < keys) ? expf(x[e] - m_row) * inv_l : 0.f;
         }
         store(s + j, p);
     }
@@ -135,7 +135,7 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
             const Vec<X, V> p = load<V>(p_row + j);
             const Vec<X, V> dp = load<V>(dp_row + j);
             for (int e = 0; e < V; e++)
-                ds.x[e] = j + e < keys ? p[e] * (dp[e] - D) : 0.f;
+                ds.x[e] = (j + e < keys) ? p[e] * (dp[e] - D) : 0.f;
         }
         store(dp_row + j, ds);
     }
@@ -233,7 +233,7 @@ void multiply(const Cuda& dev, const AttentionShape& s, Matrices<X> c, float alp
               Matrices<X> b) {
     constexpr cudaDataType type = std::is_same_v<X, bf16> ? CUDA_R_16BF : CUDA_R_32F;
     const auto compute =
-        std::is_same_v<X, float> && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+        (std::is_same_v<X, float> && dev.tf32) ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     const float beta = 0.f;
     const int k = a.op == CUBLAS_OP_N ? a.cols : a.rows;
     CUBLAS_CHECK(cublasGemmBatchedEx(dev.blas, b.op, a.op, c.cols, c.rows, k, &alpha, b.list, type,
