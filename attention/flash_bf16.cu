@@ -25,12 +25,12 @@
 //
 // Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in
 // memory, and any order of blocks gives the same bits. dq_kernel keeps queries, streams keys and
-// makes D. dkdv_kernel keeps keys and streams queries. It computes Sᵀ and dPᵀ, with keys as rows.
-// In both kernels S, P, dP and dS never leave registers, because dS (dSᵀ) is the A operand of its
-// product, as P is of P·V. The price is 7 products, not 5.
+// computes D. dkdv_kernel keeps keys and streams queries; it computes Sᵀ and dPᵀ, with keys as
+// rows. In both kernels S, P, dP and dS never leave registers, because dS (dSᵀ) is the A operand of
+// its product, as P is of P·V. The price is 7 products instead of 5.
 //
-// A causal warp skips keys and queries that it cannot see, and masks only where the diagonal or the
-// end of the keys is.
+// Under a causal mask a warp skips tiles in which its rows see nothing, and masks only those that
+// the diagonal or the end of the keys crosses.
 //
 // Writes: forward out and lse, backward dq, dk and dv (every element, in bf16 or fp32).
 // Scratch: LseD (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
@@ -246,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             q_rows.load(q_smem + warp_row * HS * 2, kk);
     }
 
+    // Tile j of keys: S · mask · raise m · P and O += P V, a k-step at a time.
     auto step = [&](int j, auto masked) {
         float s[M][Bc / 8][4] = {};
         const uint32_t k_tile = k_smem + stage_index(j) * TileBytes;
@@ -254,6 +255,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int kk = 0; kk < HS / 16; kk++)
             multiply_abt<HS>(s, q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk), k_tile,
                              kk * 16);
+
         if constexpr (decltype(masked)::value) {
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
@@ -264,6 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                             s[i][n][e] = -INFINITY;
                 }
         }
+
         softmax.raise_max(p.scale_log2, s, o);
         // [quote]
         // a k-step's MMAs of P·V overlap the next one's exponentials
@@ -285,9 +288,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         cp_async_commit();
 
         const int k0 = j * Bc;
-        if (k0 > last_q + p.shift)
+        const bool none_visible = k0 > last_q + p.shift;
+        if (none_visible)
             continue;
-        if (k0 + Bc > p.Tk || k0 + Bc - 1 > warp_q0 + p.shift)
+        const bool some_hidden = k0 + Bc > p.Tk || k0 + Bc - 1 > warp_q0 + p.shift;
+        if (some_hidden)
             step(j, std::true_type{});
         else
             step(j, std::false_type{});
@@ -300,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     // after out: with lse first the compiler makes the loop above 2 % slower
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
-            const int row = warp_q0 + lane / 4 + 16 * i + 8 * r;
+            const int row = fragment_row(warp_q0 + 16 * i, 2 * r, lane);
             if (lane % 4 == 0 && row < p.Tq)
                 w.stats(args.lse)[row] = lse[i][r];
         }
@@ -427,7 +432,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
     }
 
-    auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + kSub)
+    // Keys [j·Bc + sub, j·Bc + sub + kSub): S and dP · P and dS · dQ += dS K.
+    auto step = [&](int j, int sub, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t k_tile = k_smem + stage_index(j) * TileBytes + sub * HS * 2;
         const uint32_t v_tile = k_tile + (v_smem - k_smem);
@@ -437,21 +443,23 @@ __global__ void __launch_bounds__(kThreads, 2)
             for (int n = 0; n < kSub / 8; n++)
                 for (int e = 0; e < 4; e++)
                     dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
-#pragma unroll                                   // before the compiler orders the loads, not after
+
+#pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
             const auto& q = q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk);
             const auto& dout = do_rows.kept_or_loaded(do_smem + warp_row * HS * 2, kk);
             multiply_abt<HS>(s, q, k_tile, kk * 16);
             multiply_abt<HS>(dp, dout, v_tile, kk * 16);
         }
+
         for (int i = 0; i < M; i++)
             for (int e = 0; e < 4; e++) {
                 const int row = fragment_row(warp_q0 + 16 * i, e, lane);
                 const int visible = visible_columns(p, row, j * Bc + sub);
                 for (int n = 0; n < kSub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
-                    s[i][n][e] =
-                        (Masked && 8 * n + e % 2 >= visible) ? 0.f : P * dp[i][n][e];  // dS
+                    const bool hidden = Masked && 8 * n + e % 2 >= visible;
+                    s[i][n][e] = hidden ? 0.f : P * dp[i][n][e];  // dS
                 }
             }
         add_ab<HS>(dq, s, k_tile);
@@ -464,12 +472,15 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (j + 1 < k_tiles)
             load_kv(j + 1);
         cp_async_commit();
+
 #pragma unroll 1
         for (int sub = 0; sub < Bc; sub += kSub) {
             const int k0 = j * Bc + sub;
-            if (k0 > last_q + p.shift)
+            const bool none_visible = k0 > last_q + p.shift;
+            if (none_visible)
                 continue;
-            if (k0 + kSub > p.Tk || k0 + kSub - 1 > warp_q0 + p.shift)
+            const bool some_hidden = k0 + kSub > p.Tk || k0 + kSub - 1 > warp_q0 + p.shift;
+            if (some_hidden)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -534,7 +545,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     float dk[M][HS / 8][4] = {};
     float dv[M][HS / 8][4] = {};
-    auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + kSub)
+    // Queries [j·Br + sub, j·Br + sub + kSub): Sᵀ · Pᵀ · dV += Pᵀ dO · dPᵀ · dSᵀ · dK += dSᵀ Q.
+    auto step = [&](int j, int sub, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t q_tile = q_smem + stage_index(j) * TileBytes + sub * HS * 2;
         const uint32_t do_tile = q_tile + (do_smem - q_smem);
@@ -546,6 +558,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
             multiply_abt<HS>(s, a, q_tile, kk * 16);
         }
+
         // Of the two queries of this lane in fragment n.
         auto query_pair = [&](int n) {
             return lse_D[(stage_index(j) * Br + sub + 8 * n) / 2 + lane % 4];
@@ -562,6 +575,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                 }
         }
         add_ab<HS>(dv, s, do_tile);
+
         for (int n = 0; n < kSub / 8; n++) {
             const LseDPair pair = query_pair(n);
             for (int i = 0; i < M; i++)
@@ -573,6 +587,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             load_a<HS>(a, v_smem + warp_row * HS * 2, kk * 16);
             multiply_abt<HS>(dp, a, do_tile, kk * 16);
         }
+
         for (int i = 0; i < M; i++)
             for (int n = 0; n < kSub / 8; n++)
                 for (int e = 0; e < 4; e++)
@@ -586,17 +601,21 @@ __global__ void __launch_bounds__(kThreads, 2)
         __syncthreads();
         if (j + 1 < q_tiles)
             load_q(j + 1);
+
 #pragma unroll 1
         for (int sub = 0; sub < Br; sub += kSub) {
             const int q0 = j * Br + sub;
-            if (q0 + kSub - 1 + p.shift < warp_k0)
+            const bool none_visible = q0 + kSub - 1 + p.shift < warp_k0;
+            if (none_visible)
                 continue;
-            if (q0 + p.shift < last_k)
+            const bool some_hidden = q0 + p.shift < last_k;
+            if (some_hidden)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
         }
     }
+
     scale(dk, p.scale);
     store_rows<HS>(dk, smem, warp_row, w.head<HS>(args.dk) + k0 * args.dk.token_stride,
                    args.dk.token_stride, p.Tk - k0);

@@ -614,8 +614,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     load_queries(query_tiles - 1);
     __syncthreads();
 
-    // Goes from the last query tile back, so that all key tiles meet it first. They wait for one
-    // another once, at the start, and follow at a distance.
+    // From the last query tile back, because all key tiles see that one: they wait for one another
+    // once, at the start, and then follow at a distance.
+    //   P · dP and dS · dV · dK and dQ · wait for this key tile's turn · add dQ · load the next Q
+    //   and dO · pass the turn on
     float dk[ThreadKeys][ThreadOut] = {};
     float dv[ThreadKeys][ThreadOut] = {};
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
