@@ -483,7 +483,10 @@ void generation(const Cuda& dev, const Bench& o, const Config& config) {
 template <class X>
 void run(Timed& dev, const Bench& o) {
     dev.x = sizeof(X);
-    const Config config = preset_config(o.model).value();
+    const std::optional<Config> preset = preset_config(o.model);
+    if (!preset)
+        throw UsageError("--model: no such model: " + o.model);
+    const Config& config = *preset;
     if (o.generation) {
         generation<X>(dev, o, config);
         return;

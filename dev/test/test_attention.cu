@@ -762,7 +762,7 @@ Result forward_result(const Run<X, float>& r) {
     Result got;
     r.read(got, {Lse}, r.lse, r.all);
     r.read(got, {Rest}, r.lse_rest, r.all);
-    if constexpr (r.kMixedTypes) {
+    if constexpr (Run<X, float>::kMixedTypes) {
         Result narrow;
         r.read(got, {Out}, r.out_y, r.all);
         r.read(narrow, {Out}, r.out, r.all);
