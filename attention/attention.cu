@@ -1,7 +1,7 @@
 // Which attention kernel runs, the check of a call, and the layer's two calls.
 //
 // A new kernel is one name in its table below. If it is to be what `flash` means, its name also
-// goes into kFastest.
+// goes into fastest_kernels().
 #include <numeric>
 #include <string>
 #include <vector>

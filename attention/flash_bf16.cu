@@ -281,7 +281,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     for (int j = k_tiles - 1; j >= 0; j--) {
         cp_async_wait<0>();
-        // tile j is there for all, and all have left tile j + 1, whose stage the next load takes
+        // tile j is there for all, and all are done with tile j + 1, whose stage the next load
+        // fills
         __syncthreads();
         if (j > 0)
             load_kv(j - 1);
@@ -467,7 +468,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     for (int j = 0; j < k_tiles; j++) {
         cp_async_wait<0>();
-        // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
+        // tile j is there for all, and all are done with tile j − 1, whose stage the next load
+        // fills
         __syncthreads();
         if (j + 1 < k_tiles)
             load_kv(j + 1);
@@ -597,7 +599,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     for (int j = first_tile; j < q_tiles; j++) {
         cp_async_wait<0>();
-        // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
+        // tile j is there for all, and all are done with tile j − 1, whose stage the next load
+        // fills
         __syncthreads();
         if (j + 1 < q_tiles)
             load_q(j + 1);

@@ -67,7 +67,7 @@ namespace {
 constexpr char kName[] = "flash_wgmma";
 
 // -------------------------------------------------------------------------------------------------
-// Tiles. In shared memory a tile is one or two panels of 64 columns, one behind the other. A
+// Tiles. In shared memory a tile is one or two panels of 64 columns, one after the other. A
 // panel's rows have 128 bytes, in TMA's 128-byte swizzle.
 
 constexpr int kThreads = 128;  // one warpgroup

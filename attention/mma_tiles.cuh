@@ -15,20 +15,23 @@
 // Byte offset of a piece in a tile.
 template <int HS>
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
-    return row * HS * 2 + ((piece ^ (row & 7)) << 4);
+    const int row_start = row * HS * 2;
+    const int place = piece ^ (row & 7);  // in the row
+    return row_start + (place << 4);
 }
 
 // The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16
-// known to the compiler. Lanes 8i … 8i+7 name the rows of its quadrant i, in the order upper left,
-// lower left, upper right, lower right. An A operand wants this order, and so does a B operand that
+// known to the compiler. Lanes 8i … 8i+7 give the rows of quadrant i, in the order upper left,
+// lower left, upper right, lower right. This is the order of an A operand, and of a B operand that
 // is loaded transposed.
 //
-// The swizzle makes the column an xor. It may be applied after the addition, because a tile starts
-// at a multiple of its row's length, so one register serves all rows and columns.
+// Because of the swizzle the column is added by an xor. That may happen after the tile's address
+// was added, which is a multiple of a row's length. So one register serves all rows and columns.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
+    const uint32_t first = tile + swizzled<HS>(lane % 16, lane / 16);  // of the block at (0, 0)
+    return (first ^ (col * 2)) + row * HS * 2;
 }
 // The same in the order upper left, upper right, lower left, lower right, for a B operand whose
 // columns are the tile's rows. The two registers of a B operand must be neighbours, or the compiler
@@ -36,8 +39,8 @@ __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
 template <int HS>
 __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 8 + (lane / 16) * 8, (lane / 8) % 2)) ^ (col * 2)) +
-           row * HS * 2;
+    const uint32_t first = tile + swizzled<HS>(lane % 8 + (lane / 16) * 8, (lane / 8) % 2);
+    return (first ^ (col * 2)) + row * HS * 2;
 }
 
 // a = the A operand made of the tile's first 16·M rows and columns [col, col + 16).
@@ -48,7 +51,7 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int c
 }
 
 // -------------------------------------------------------------------------------------------------
-// Accumulators of 16·M rows: M of fragments.cuh's, one below the other.
+// Accumulators of 16·M rows: M accumulators as in fragments.cuh, one below the other.
 
 template <int M, int N>
 __device__ __forceinline__ void scale(float (&c)[M][N][4], float factor) {
@@ -57,7 +60,7 @@ __device__ __forceinline__ void scale(float (&c)[M][N][4], float factor) {
             for (int e = 0; e < 4; e++)
                 c[m][n][e] *= factor;
 }
-// Row r of this lane's two in the m-th 16 times factor.
+// Row r = 0 or 1 of this lane's two among the m-th 16, times factor.
 template <int M, int N>
 __device__ __forceinline__ void scale_row(float (&c)[M][N][4], int m, int r, float factor) {
     scale_row(c[m], r, factor);
