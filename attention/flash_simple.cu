@@ -203,7 +203,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line v_smem[kPassing];
 
     const int line = threadIdx.x % kSplit<HS>;  // which one of its row this thread owns
-    const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
+    __shared__ WorkTile w;                      // the loop leaves no register for it
+    if (threadIdx.x == 0)
+        w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
+    __syncthreads();
     const int q0 = w.tile * Br;
     const int query = q0 + threadIdx.x / kSplit<HS>;  // this thread's
     const int Tq = args.s.Tq;
@@ -228,10 +231,10 @@ __global__ void __launch_bounds__(kThreads, 4)
         __syncthreads();  // the tile is there
 
         float p[Bc] = {};
-        float ds[Bc] = {};
-        float sum_tile = 0.f;
         multiply_abt<HS>(p, q_smem[threadIdx.x], k_smem[line]);
+        float ds[Bc] = {};
         multiply_abt<HS>(ds, do_smem[threadIdx.x], v_smem[line]);  // dP
+        float sum_tile = 0.f;
         for (int j = 0; j < Bc; j++) {
             const bool hidden = k0 + j >= Tk || k0 + j > query + args.shift;
             p[j] = hidden ? 0.f : expf(p[j] - lse);
@@ -263,7 +266,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line do_smem[kLines];
 
     const int line = threadIdx.x % kSplit<HS>;  // which one of its row this thread owns
-    const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
+    __shared__ WorkTile w;                      // the loop leaves no register for it
+    if (threadIdx.x == 0)
+        w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
+    __syncthreads();
     const int k0 = w.tile * Bc;
     const int key = k0 + threadIdx.x / kSplit<HS>;  // this thread's
     const int Tq = args.s.Tq;
@@ -283,8 +289,8 @@ __global__ void __launch_bounds__(kThreads, 4)
         __syncthreads();  // the tile is there
 
         float p[Br] = {};
-        float ds[Br] = {};
         multiply_abt<HS>(p, k_smem[threadIdx.x], q_smem[line]);
+        float ds[Br] = {};
         multiply_abt<HS>(ds, v_smem[threadIdx.x], do_smem[line]);  // dP
         for (int i = 0; i < Br; i++) {
             const bool visible = q0 + i < Tq && key <= q0 + i + args.shift;
