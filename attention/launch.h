@@ -24,8 +24,7 @@ struct CallArgs : Call {
     int heads = this->s.B * this->s.NH;
     int shift = this->s.shift();  // query i sees keys j ≤ i + shift
     float scale = this->s.resolved_scale();
-    float scale_log2 =
-        this->s.scale_log2();  // scale·log2(e), for exponentials that are powers of 2
+    float scale_log2 = this->s.scale_log2();  // for exponentials that are powers of 2
 };
 
 // What backward knows of a query.
