@@ -313,9 +313,7 @@ __global__ void __launch_bounds__(kThreads)
 
     for (int r = 0; r < 2; r++) {
         l[r] = quad_sum(l[r]);
-        for (int n = 0; n < HS / 8; n++)
-            for (int e = 2 * r; e < 2 * r + 2; e++)
-                o[n][e] /= l[r];
+        scale_row(o, r, 1.f / l[r]);
         const int row = lane_q + 8 * r;
         if (lane % 4 == 0 && row < Tq)
             w.stats(args.lse)[row] = m[r] * args.scale + logf(l[r]);
