@@ -344,10 +344,7 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
     __shared__ float lse_log2_smem[Br];
     __shared__ float D_smem[Br];
 
-    __shared__ WorkTile w;  // the loop leaves no register for it
-    if (threadIdx.x == 0)
-        w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
-    __syncthreads();
+    const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
     const int lane = threadIdx.x % 32;
     const int k0 = w.tile * Bc;
     const int warp_k0 = k0 + threadIdx.x / 32 * 16;
@@ -372,7 +369,8 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
         }
         __syncthreads();  // the tile is there
 
-        Accumulator<Br> s = {};  // transposed, as dp: rows are keys
+        Accumulator<Br> s = {};
+        Accumulator<Br> dp = {};  // transposed: rows are keys
         multiply_abt<HS, Br>(s, k_regs, q_smem);
         for (int n = 0; n < Br / 8; n++)
             for (int e = 0; e < 4; e++) {
@@ -383,7 +381,6 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
             }
         add_ab<HS, Br>(dv, s, do_smem);
 
-        Accumulator<Br> dp = {};
         multiply_abt<HS, Br>(dp, v_regs, do_smem);
         for (int n = 0; n < Br / 8; n++)
             for (int e = 0; e < 4; e++)

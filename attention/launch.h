@@ -56,7 +56,7 @@ struct WorkTile {
     // The head's first row of HS elements. The others are x.token_stride apart.
     template <int HS, class X>
     __device__ __forceinline__ X* head(const HeadsView<X>& x) const {
-        return x.ptr + b * x.batch_stride + static_cast<size_t>(h) * HS;
+        return x.ptr + b * x.batch_stride + h * HS;
     }
     // The head's row statistics, by token.
     template <class A>
