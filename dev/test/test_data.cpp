@@ -962,7 +962,7 @@ TEST(data_that_cannot_be_used_is_named) {
     for (const auto& [pattern, why] : unusable)
         CHECK_ERROR(TestLoader(pattern, {.B = 2, .T = 4}), pattern + why);
 
-    const std::string shard = write_shard(here + "/file.bin", counting(17));
+    write_shard(here + "/file.bin", counting(17));
     CHECK_ERROR(TestLoader(here + "/[bf]*", {.B = 2, .T = 4}), text + ": wrong magic at offset 0");
     CHECK_ERROR(TestLoader(text, {.B = 2, .T = 4, .vocab = 50256}),
                 text + ": text needs a vocabulary of 257 (bytes) or at least 50257");
