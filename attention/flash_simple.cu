@@ -266,7 +266,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line do_smem[kLines];
 
     const int line = threadIdx.x % kSplit<HS>;  // which one of its row this thread owns
-    const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
+    __shared__ WorkTile w;                      // the loop leaves no register for it
+    if (threadIdx.x == 0)
+        w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
+    __syncthreads();
     const int k0 = w.tile * Bc;
     const int key = k0 + threadIdx.x / kSplit<HS>;  // this thread's
     const int Tq = args.s.Tq;
