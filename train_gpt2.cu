@@ -93,26 +93,28 @@ struct Activations {
         const size_t N = s.N;
         const size_t NC = N * s.C;
         const int L = s.kept();
+        const int L_norms = s.kept_below(kRecomputeNorms);
+        const int L_act = s.kept_below(kRecomputeActivation);
 
         TensorList t;
-        t.once("encoded", &S::encoded, NC);               // (N, C) wte + wpe
-        t.each("ln1", &S::ln1, NC, s.kept_below(2));      // (N, C)
-        t.each("ln1_mean", &S::ln1_mean, N, L);           // (N)
-        t.each("ln1_rstd", &S::ln1_rstd, N, L);           // (N)
-        t.each("qkv", &S::qkv, 3 * NC, s.cached());       // (N, 3, NH, HS), also the KV cache
-        t.each("atty", &S::atty, NC, L);                  // (N, NH, HS)
-        t.each("lse", &S::lse, s.lse, L);                 // (B, NH, T), or as the ring keeps it
-        t.each("att", &S::att, s.att, L);                 // (B, NH, T, T), naive attention only
-        t.each("residual2", &S::residual2, NC, L);        // (N, C) after attention
-        t.each("ln2", &S::ln2, NC, s.kept_below(2));      // (N, C)
-        t.each("ln2_mean", &S::ln2_mean, N, L);           // (N)
-        t.each("ln2_rstd", &S::ln2_rstd, N, L);           // (N)
-        t.each("fch", &S::fch, 4 * NC, L);                // (N, 4C) before the activation function
-        t.each("act", &S::act, 4 * NC, s.kept_below(1));  // (N, 4C) after it
-        t.each("residual3", &S::residual3, NC, L);        // (N, C) after the MLP
-        t.once("lnf", &S::lnf, NC);                       // (N, C)
-        t.once("lnf_mean", &S::lnf_mean, N);              // (N)
-        t.once("lnf_rstd", &S::lnf_rstd, N);              // (N)
+        t.once("encoded", &S::encoded, NC);          // (N, C) wte + wpe
+        t.each("ln1", &S::ln1, NC, L_norms);         // (N, C)
+        t.each("ln1_mean", &S::ln1_mean, N, L);      // (N)
+        t.each("ln1_rstd", &S::ln1_rstd, N, L);      // (N)
+        t.each("qkv", &S::qkv, 3 * NC, s.cached());  // (N, 3, NH, HS), also the KV cache
+        t.each("atty", &S::atty, NC, L);             // (N, NH, HS)
+        t.each("lse", &S::lse, s.lse, L);            // (B, NH, T), or as the ring keeps it
+        t.each("att", &S::att, s.att, L);            // (B, NH, T, T), naive attention only
+        t.each("residual2", &S::residual2, NC, L);   // (N, C) after attention
+        t.each("ln2", &S::ln2, NC, L_norms);         // (N, C)
+        t.each("ln2_mean", &S::ln2_mean, N, L);      // (N)
+        t.each("ln2_rstd", &S::ln2_rstd, N, L);      // (N)
+        t.each("fch", &S::fch, 4 * NC, L);           // (N, 4C) before the activation function
+        t.each("act", &S::act, 4 * NC, L_act);       // (N, 4C) after it
+        t.each("residual3", &S::residual3, NC, L);   // (N, C) after the MLP
+        t.once("lnf", &S::lnf, NC);                  // (N, C)
+        t.once("lnf_mean", &S::lnf_mean, N);         // (N)
+        t.once("lnf_rstd", &S::lnf_rstd, N);         // (N)
         return t;
     }
 };
@@ -127,8 +129,8 @@ struct ModelSettings {
     int T;                  // this rank's tokens of each sequence
     int micro_steps = 1;    // this rank's micro-batches in a step
     bool training = false;  // allocates gradients, optimizer state and what backward needs
-    int recompute = 0;      // backward recomputes 1: the activation function, 2: layer norms, too
-    bool cache = false;     // keeps all keys and values, which training does anyway: a KV cache
+    int recompute = kRecomputeNothing;  // a level of Recompute (run/buffers.h)
+    bool cache = false;                 // keeps a KV cache, to generate text
 };
 
 template <class Device, class Storage>
@@ -313,27 +315,31 @@ struct GPT2 {
         const Buffers<X> buffers = workspace();
         void* scratch = buffers.scratch;
         X* dresidual = buffers.dresidual;
-        const bool act_is_recomputed = recompute >= 1;
-        // Two buffers hold one gradient after another, each until the next has been computed.
-        X* narrow = a.lnf;  // (N, C): of ln2, atty and ln1. That of lnf is no longer needed
-        // (N, 4C): of fch, then of qkv, in place of act. While act is being recomputed they are in
-        // place of the logits, which the classifier no longer needs.
-        X* wide = act_is_recomputed ? buffers.logits : a.act;
+        const bool recomputes_act = recompute >= kRecomputeActivation;
+        const bool recomputes_norms = recompute >= kRecomputeNorms;
 
-        // fcproj's weight gradient reads act: before act is overwritten, or after it is recomputed.
+        // Two buffers hold one gradient after another, each until the next has been computed.
+        // (N, C): dln2, datty and dln1. They overwrite the gradient of lnf, which has been used.
+        X* narrow = a.lnf;
+        // (N, 4C): dfch and dqkv. They overwrite act or, if that is recomputed, the logits: then
+        // the same call writes dfch and act, and the classifier has no more use for its logits.
+        X* wide = recomputes_act ? buffers.logits : a.act;
+
+        // fcproj's weight gradient reads act: before dfch overwrites it, or once it is recomputed.
         const auto fcproj_weight_gradient = [&] {
             matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.act, nullptr, N, 4 * C, C,
                                accumulate);
         };
-        if (!act_is_recomputed)
+        if (!recomputes_act)
             fcproj_weight_gradient();
         X* dfch = wide;
-        matmul_activation_backward(dev, dfch, g.fcb, act_is_recomputed ? a.act : nullptr, scratch,
-                                   dresidual, w.fcprojw, a.fch, N, 4 * C, C);
-        if (act_is_recomputed)
+        X* recomputed_act = recomputes_act ? a.act : nullptr;
+        matmul_activation_backward(dev, dfch, g.fcb, recomputed_act, scratch, dresidual, w.fcprojw,
+                                   a.fch, N, 4 * C, C);
+        if (recomputes_act)
             fcproj_weight_gradient();
 
-        if (recompute >= 2)
+        if (recomputes_norms)
             layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N,
                               C);
         X* dln2 = narrow;
@@ -346,7 +352,7 @@ struct GPT2 {
         matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
         attend_backward(dqkv, datty, a, scratch);
 
-        if (recompute >= 2)
+        if (recomputes_norms)
             layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
         // v's bias gradient follows from the projection's (layers.h).
         qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);

@@ -11,11 +11,19 @@
 // gradients and losses are finite. One element would do; four keep the norm's loads at 16 bytes.
 constexpr size_t kGate = 4;
 
+// What backward recomputes, and forward need not keep: the levels of --recompute. Each includes
+// those below it.
+enum Recompute {
+    kRecomputeNothing = 0,
+    kRecomputeActivation = 1,  // act, the activation function's output
+    kRecomputeNorms = 2,       // ln1 and ln2, the layer norms' outputs
+};
+
 // The sizes from which those of all tensors follow.
 struct Sizes {
     bool training;
     bool cache;     // keeps keys and values
-    int recompute;  // --recompute
+    int recompute;  // a level of Recompute
 
     int L;         // layers
     size_t N;      // rows of a micro-batch: B·T
@@ -32,11 +40,14 @@ struct Sizes {
     size_t own_parameters;  // in this rank's share of a sharded optimizer, otherwise all
     size_t own_gradients;   // the same and a gate. 0 if gradients are summed in place
 
-    // In how many layers a tensor is kept that backward reads. If all share one: kShared.
+    // TensorSpec::layers of an activation that backward reads: every layer keeps its own in
+    // training, otherwise all share one.
     int kept() const { return training ? L : TensorSpec::kShared; }
-    // The same for a tensor that backward recomputes from this level of --recompute on.
-    int kept_below(int level) const { return recompute < level ? kept() : TensorSpec::kShared; }
-    // The same for keys and values.
+    // The same for one that backward recomputes at this level and above.
+    int kept_below(Recompute level) const {
+        return recompute < level ? kept() : TensorSpec::kShared;
+    }
+    // The same for qkv, which generation keeps, too: it is the KV cache.
     int cached() const { return training || cache ? L : TensorSpec::kShared; }
 };
 
@@ -67,11 +78,11 @@ struct Buffers {
 
     static TensorList list(const Sizes& s) {
         const size_t dresidual = s.training ? s.N * s.C : 0;
-        const size_t wide_gradient = s.recompute >= 1 ? 4 * dresidual : 0;
+        const size_t wide_gradient = s.recompute >= kRecomputeActivation ? 4 * dresidual : 0;
 
         TensorList t;
-        // (chunk, Vp) the classifier works on one chunk of rows at a time. In backward, from
-        // --recompute 1 on, also (N, 4C) the gradient of fch, then of qkv.
+        // (chunk, Vp) the classifier works on one chunk of rows at a time. In backward, if
+        // act is recomputed, also (N, 4C) the gradient of fch, then of qkv.
         t.once("logits", &Buffers::logits, std::max(s.chunk * s.Vp, wide_gradient));
         // (N) the loss of every row
         t.once("losses", &Buffers::losses, s.N);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "run/buffers.h"
 #include "run/tensors.h"
 
 constexpr double kMiB = 1 << 20;
@@ -78,7 +79,7 @@ void allocate_or_explain(Model& model) {
     std::string advice = b > 0 ? format("-b %d would fit", b)
                                : "not even -b 1 fits: use a smaller -t, a smaller model, or more "
                                  "GPUs with --context-parallel";
-    if (model.training && model.recompute < 2)
+    if (model.training && model.recompute < kRecomputeNorms)
         advice += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
                              model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB,
