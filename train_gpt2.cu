@@ -451,7 +451,7 @@ struct GPT2 {
         // does nothing.
         reduce_sum(dev, gate, buffers.scratch, statistics().losses(), A(0), num_losses());
         const A* norm = norm_of_gradients(*this, g, sizes.own_parameters + kGate);
-        dev.mark();  // the host reads losses and norm while the update runs
+        dev.mark();  // the host reads losses, norm and stop flags while the update runs
 
         const std::vector<ParamRange> own = share(ranks.rank);
         adamw_update(dev, all_parameters(), state.master, state.m, state.v, g, norm, own.data(),
@@ -605,6 +605,7 @@ void train_step(Run<Model>& run) {
     model.upload(run.batches.current(), model.micro_steps);
     model.train_micro_batches();
     run.prepare_next_batches();  // while the GPU works
+    run.stop.send_flag();        // before update(), whose dev.mark() end_step() waits for
     model.update(run.o.adamw(run.step));
     run.end_step();  // waits for the loss, prints and logs it
 }

@@ -32,7 +32,8 @@ class Stop {
         }
     }
 
-    // Sends this rank's flag to all others, once the device has done what it was given.
+    // Sends this rank's flag to all others, once the device has done what it was given. Call it
+    // before dev.mark(), because receive_flags() waits for no more than that.
     void send_flag() {
         if (!several_ranks())
             return;

@@ -189,7 +189,6 @@ struct Run {
     void prepare_next_batches() {
         const bool is_last = step + 1 == o.max_steps;
         stop.defer_error([&] { batches.prepare_next(is_last); });
-        stop.send_flag();
     }
 
     // Waits for the loss and the gradient's norm, prints and logs them. Throws an Error if one of
