@@ -251,15 +251,15 @@ struct GPT2 {
         for (size_t row = 0; row < N; row += sizes.chunk) {
             const size_t n = std::min(sizes.chunk, N - row);
             X* rows = lnf + row * C;
-            cross_entropy(dev, buffers.logits, buffers.losses + row, buffers.scratch, rows, wte,
-                          targets + row, dloss, n, C, V, Vp);
+            cross_entropy(dev, buffers.logits, buffers.token_losses + row, buffers.scratch, rows,
+                          wte, targets + row, dloss, n, C, V, Vp);
             if (call.backward) {
                 const bool accumulate = call.accumulate || row > 0;
                 cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits,
                                        rows, wte, n, C, Vp, accumulate);
             }
         }
-        reduce_sum(dev, mean_loss, buffers.scratch, buffers.losses, A(1) / A(N), N);
+        reduce_sum(dev, mean_loss, buffers.scratch, buffers.token_losses, A(1) / A(N), N);
     }
 
     // ---------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ struct GPT2 {
         // 0·losses: 0, or NaN if a loss is not finite. Then the norm is NaN too, and adamw_update()
         // does nothing.
         reduce_sum(dev, gate, buffers.scratch, statistics().losses(), A(0), num_losses());
-        const A* norm = norm_of_gradients(*this, g, sizes.own_parameters + kGate);
+        const A* norm = norm_of_gradients(*this, g, sizes.own_parameters + kGateElements);
         dev.mark();  // the host reads losses, norm and stop flags while the update runs
 
         const std::vector<ParamRange> own = share(ranks.rank);
@@ -465,8 +465,10 @@ struct GPT2 {
                 .ranks = size_t(ranks.size),
                 .micro_steps = size_t(micro_steps)};
     }
-    size_t num_losses() const { return statistics().num_losses(); }  // of a step, of all ranks
-    A* losses() const { return workspace().losses; }                 // (N) of the last micro-batch
+    // Of a step: one per micro-batch of all ranks.
+    size_t num_losses() const { return statistics().num_losses(); }
+    // (N) of the last micro-batch: one per token.
+    A* token_losses() const { return workspace().token_losses; }
 
     // ---------------------------------------------------------------------------------------------
     // Making a model. The constructor only computes sizes; allocate() allocates the memory.
@@ -488,7 +490,10 @@ struct GPT2 {
         params = Arena("parameters", Parameters<X>::list(config), 1);
         if (training) {
             TensorList list = Parameters<A>::list(config);
-            list.push_back({.name = "loss", .dtype = dtype_of<A>(), .rows = 1, .cols = kGate});
+            list.push_back({.name = "loss",  // the gate
+                            .dtype = dtype_of<A>(),
+                            .rows = 1,
+                            .cols = kGateElements});
             grads = Arena("gradients", list, 1);
             adam = Arena("optimizer", Optimizer<X>::list(sizes), 16);
         }
@@ -549,7 +554,7 @@ struct GPT2 {
         s.stats = statistics().elements();
         s.batch = micro_steps * batch_ints();
         s.own_parameters = num_parameters / shards();
-        s.own_gradients = (training && ranks.sharded) ? s.own_parameters + kGate : 0;
+        s.own_gradients = (training && ranks.sharded) ? s.own_parameters + kGateElements : 0;
         s.scratch =
             std::max({ring ? 0 : attention_scratch_bytes<X>(dev, attention, shape),
                       encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),

@@ -6,10 +6,11 @@
 
 #include "run/tensors.h"
 
-// The gradients are followed by a few elements, the gate. GPT2::update() writes 0·losses to it (0,
-// or NaN if a loss is not finite) and includes it in the norm. So the norm alone says whether
-// gradients and losses are finite. One element would do; four keep the norm's loads at 16 bytes.
-constexpr size_t kGate = 4;
+// The gradients are followed by a few elements, the gate. GPT2::update() writes 0·losses to the
+// first of them (0, or NaN if a loss is not finite) and includes the gate in the norm. So the norm
+// alone says whether gradients and losses are finite. One element would do; four keep the norm's
+// loads at 16 bytes.
+constexpr size_t kGateElements = 4;
 
 // What backward recomputes, and forward need not keep: the levels of --recompute. Each includes
 // those below it.
@@ -72,7 +73,7 @@ template <class X>
 struct Buffers {
     using A = Acc<X>;
     X *logits, *dresidual;
-    A *losses, *stats, *share;
+    A *token_losses, *stats, *own_gradients;
     void* scratch;
     int *stop_flags, *batch;
 
@@ -84,12 +85,13 @@ struct Buffers {
         // (chunk, Vp) the classifier works on one chunk of rows at a time. In backward, if
         // act is recomputed, also (N, 4C) the gradient of fch, then of qkv.
         t.once("logits", &Buffers::logits, std::max(s.chunk * s.Vp, wide_gradient));
-        // (N) the loss of every row
-        t.once("losses", &Buffers::losses, s.N);
+        // (N) the loss of every token
+        t.once("losses", &Buffers::token_losses, s.N);
         // DeviceStatistics (run/statistics.h)
         t.once("stats", &Buffers::stats, s.stats);
-        // the summed gradients of this rank's share, and a gate
-        t.once("share", &Buffers::share, s.own_gradients);
+        // the summed gradients of this rank's share, and a gate; nothing if they are summed in
+        // place
+        t.once("share", &Buffers::own_gradients, s.own_gradients);
         // (N, C) gradient of the residual stream
         t.once("dresidual", &Buffers::dresidual, dresidual);
         // for whichever layer runs: D of attention, partial sums, …

@@ -8,7 +8,6 @@
 // ms without any sums, 108.0 with all of them after backward, and 109.4 with each layer's
 // overlapped.
 #pragma once
-#include <algorithm>
 #include <vector>
 
 #include "layers/layers.h"
@@ -21,27 +20,30 @@
 constexpr int kNoLayer = -1;
 
 // Starts to sum a layer's gradients over the ranks or, with kNoLayer, those of all tensors that are
-// not summed layer by layer.
+// not summed layer by layer. gather_losses() ends what this starts.
 template <class Model>
 void sum_gradients(Model& m, int layer = kNoLayer) {
-    if (layer != kNoLayer && !m.ranks.overlap)
+    const bool one_layer = layer != kNoLayer;
+    if (one_layer && !m.ranks.overlap)
         return;
+
     Range range("sum gradients");
     auto& comm = *m.ranks.comm;
     const std::vector<ParamRange> own = m.share(m.ranks.rank);
-    const int l = std::max(layer, 0);
+    const int l = one_layer ? layer : 0;
 
     comm.fork();
     comm.group([&] {
         for (size_t i = 0; i < m.params.tensors.size(); i++) {
             const TensorSpec& t = m.params.tensors[i];
-            if (summed_by_layer(t, m.ranks.overlap) != (layer != kNoLayer))
+            const bool by_layer = summed_by_layer(t, m.ranks.overlap);
+            if (by_layer != one_layer)
                 continue;
             auto* const g = static_cast<typename Model::A*>(m.grads.at(i, l));
             if (m.ranks.sharded)
-                comm.reduce_scatter(m.workspace().share + own[i].state(l), g, own[i].size);
+                comm.reduce_scatter(m.workspace().own_gradients + own[i].state(l), g, own[i].size);
             else
-                comm.all_reduce(g, layer == kNoLayer ? t.elements() : t.size());
+                comm.all_reduce(g, one_layer ? t.size() : t.elements());
         }
     });
 }
@@ -59,8 +61,8 @@ template <class Model>
 typename Model::A* gradients_to_update(Model& m) {
     if (!m.ranks.sharded)
         return m.all_gradients();  // whose gate clear_gradients() has cleared
-    auto* const g = m.workspace().share;
-    m.dev.zero(g + m.sizes.own_parameters, kGate * sizeof(*g));
+    auto* const g = m.workspace().own_gradients;
+    m.dev.zero(g + m.sizes.own_parameters, kGateElements * sizeof(*g));
     return g;
 }
 
@@ -89,7 +91,8 @@ template <class Model>
 void gather_parameters(Model& m) {
     auto& comm = *m.ranks.comm;
     const auto gather = [&] {
-        // A rank's piece of a tensor is the rank-th of equal ones, so they start at rank 0's.
+        // The ranks' pieces have one size and follow each other in the order of the ranks, so
+        // what is gathered starts at rank 0's.
         for (const ParamRange& range : m.share(0))
             for (size_t p = 0; p < range.pieces; p++)
                 comm.all_gather(m.all_parameters() + range.piece(p), range.size);

@@ -69,7 +69,7 @@ Validation validate(Model& model, Loader& loader, int max_batches) {
             model.upload(host.data(), 1);
             model.evaluate_micro_batch(0);
             note_progress();
-            model.dev.download(token_losses.data(), model.losses(),
+            model.dev.download(token_losses.data(), model.token_losses(),
                                token_losses.size() * sizeof(token_losses[0]));
             for (uint64_t w = first; w < std::min(first + B, windows); w++) {
                 const auto begin = token_losses.begin() + (w - first) * T;
@@ -146,7 +146,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         model.upload(host.data(), 1);
         model.evaluate_micro_batch(0);
         note_progress();
-        model.dev.download(token_losses.data(), model.losses(), N * sizeof(token_losses[0]));
+        model.dev.download(token_losses.data(), model.token_losses(), N * sizeof(token_losses[0]));
         for (size_t s = first; s < last; s++)
             means[s] = ending_loss(choices[sequences[s].choice], sequences[s].ending,
                                    token_losses.data() + (s - first) * T);
