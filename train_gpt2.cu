@@ -190,13 +190,14 @@ struct GPT2 {
         const int t = call.t;
         const size_t N = size_t(b) * t;
         const int C = config.C;
-        const Activations<X> whole = activations();
-        const Parameters<X> table = weights();
-        const X* wpe = table.wpe + size_t(call.past) * C;
+        // The tensors outside of the layers.
+        const Activations<X> outer_a = activations();
+        const Parameters<X> outer_w = weights();
+        const X* wpe = outer_w.wpe + size_t(call.past) * C;
         const Positions token_positions = call.alone ? Positions() : positions();
 
-        encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C, token_positions);
-        const X* residual = whole.encoded;
+        encoder_forward(dev, outer_a.encoded, tokens, outer_w.wte, wpe, b, t, C, token_positions);
+        const X* residual = outer_a.encoded;
         for (int l = 0; l < config.L; l++) {
             Range range("layer", l);
             const Activations<X> a = activations(l);
@@ -215,8 +216,8 @@ struct GPT2 {
             residual = a.residual3;
             note_progress();
         }
-        layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw,
-                          table.lnfb, N, C);
+        layernorm_forward(dev, outer_a.lnf, outer_a.lnf_mean, outer_a.lnf_rstd, residual,
+                          outer_w.lnfw, outer_w.lnfb, N, C);
     }
 
     void attend(const Activations<X>& a, const ForwardCall& call) {
@@ -375,7 +376,7 @@ struct GPT2 {
     // A micro-batch is an array of ints: N tokens, N targets, and the plan of the encoder's
     // backward.
     size_t batch_ints() const {
-        const size_t N = size_t(B) * T;
+        const size_t N = size_t(B) * T;  // not sizes.N: tensor_sizes() calls this
         return 2 * N + encoder_plan_ints(dev, N);
     }
     const int* tokens(int i) const { return workspace().batch + i * batch_ints(); }
@@ -471,7 +472,8 @@ struct GPT2 {
     A* token_losses() const { return workspace().token_losses; }
 
     // ---------------------------------------------------------------------------------------------
-    // Making a model. The constructor only computes sizes; allocate() allocates the memory.
+    // Making a model. The constructor only computes sizes; allocate() allocates the memory. Until
+    // then all pointers to tensors are null or meaningless.
 
     GPT2(const Dev& dev, const Config& config, const ModelSettings& settings,
          const Ranks<Dev>& ranks = {})
@@ -779,7 +781,7 @@ int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
     return run_train<Dev, X>(dev, o, config, from_file, ranks);
 }
 
-#ifndef TRAIN_GPT2_NO_MAIN
+#ifndef TRAIN_GPT2_NO_MAIN  // defined by tests and benchmarks that include this file
 // "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
 extern const char built_from[];
 
@@ -844,7 +846,8 @@ static int run_process(Options& o, char** argv) {
     if (o.gpus > 1 && self.size == 1 && !o.memory)
         return launch_ranks(o.gpus, argv);
 
-    // The built-in corpus is made while the device starts.
+    // The built-in corpus is made while the device starts. The future is kept because its
+    // destructor waits for the thread.
     [[maybe_unused]] const std::future<void> corpus = begin_corpus(o);
     if (gpus == 0 && o.device == "auto" && self.rank == 0)
         std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why_no_gpu.c_str());

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "data/file.h"
+#include "parallel/ranks.h"
+#include "run/checkpoint_files.h"
 #include "run/data.h"
 #include "run/evaluation.h"
 #include "run/log.h"
@@ -31,9 +33,9 @@ inline void print_answers(const std::vector<Choice>& choices,
 
 // --eval-only prints the loss over the whole validation data, and the answers to the questions of
 // --hellaswag one by one. With --hellaswag, validation data is used only if -j names some.
-template <class Model, class Config, class Ranks>
+template <class Model>
 int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file,
-                 const Ranks& ranks) {
+                 const Ranks<typename Model::Dev>& ranks) {
     const bool on_cpu = std::string(Model::Dev::kind) == "cpu";
     resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
     Model model(dev, config, {.attention = o.kernel(), .B = o.B, .T = o.T / ranks.context}, ranks);
@@ -70,7 +72,7 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
 }
 
 // --generate prints the texts that follow --prompt, token by token.
-template <class Model, class Config>
+template <class Model>
 int run_generate(const typename Model::Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
     const Tokenizer tokenizer(o.tokenizer);
