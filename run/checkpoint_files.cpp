@@ -38,30 +38,54 @@ size_t Config::num_parameters() const {
     return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
+namespace {
+
+// The int32 of the header, in their order.
+enum ModelHeaderField {
+    kFieldMagic,
+    kFieldVersion,
+    kFieldMaxT,
+    kFieldV,
+    kFieldL,
+    kFieldNH,
+    kFieldC,
+    kFieldVp,
+};
+
+}  // namespace
+
 constexpr int kVersionF32 = 3;
 constexpr int kVersionBf16 = 5;
 constexpr char kGetAgain[] = "get the file again";
+
+// " at offset 8", in bytes, for messages.
+static std::string at_offset(ModelHeaderField field) {
+    return format(" at offset %zu", field * sizeof(int32_t));
+}
 
 // Throws an Error if a size is far above that of any GPT-2, so that what is computed from the sizes
 // of a damaged header cannot overflow.
 static void check_sizes(const std::string& path, const Config& c) {
     const struct {
         const char* name;
-        int offset;  // in the file
+        ModelHeaderField field;
         int value;
         int low;
         int high;
     } sizes[] = {
-        {"maxT", 8, c.max_T, 1, 1 << 24},  {"vocabulary", 12, c.V, 1, 1 << 24},
-        {"layers", 16, c.L, 1, 1 << 12},   {"heads", 20, c.NH, 1, 1 << 12},
-        {"channels", 24, c.C, 1, 1 << 18}, {"padded vocabulary", 28, c.Vp, c.V, 1 << 24},
+        {"maxT", kFieldMaxT, c.max_T, 1, 1 << 24},
+        {"vocabulary", kFieldV, c.V, 1, 1 << 24},
+        {"layers", kFieldL, c.L, 1, 1 << 12},
+        {"heads", kFieldNH, c.NH, 1, 1 << 12},
+        {"channels", kFieldC, c.C, 1, 1 << 18},
+        {"padded vocabulary", kFieldVp, c.Vp, c.V, 1 << 24},
     };
     for (const auto& size : sizes)
         if (size.value < size.low || size.value > size.high)
-            refuse(path, format("damaged header: %s at offset %d", size.name, size.offset),
+            refuse(path, "damaged header: " + (size.name + at_offset(size.field)),
                    format("%d..%d", size.low, size.high), size.value, kGetAgain);
     if (c.C % c.NH != 0)
-        refuse(path, "damaged header: channels at offset 24",
+        refuse(path, "damaged header: channels" + at_offset(kFieldC),
                format("a multiple of %d heads", c.NH), c.C, kGetAgain);
 }
 
@@ -69,15 +93,23 @@ ModelHeader read_model_header(const std::string& path) {
     const InputFile file(path);
     int32_t h[kHeaderInts];
     file.read(0, h, kHeaderBytes);
+    const int magic = h[kFieldMagic];
+    const int version = h[kFieldVersion];
     constexpr char kOtherModel[] = "give a model_….bin of this program or of a current llm.c";
-    if (h[0] != kModelMagic)
-        refuse(path, "wrong magic at offset 0", kModelMagic, h[0], kOtherModel);
-    if (h[1] != kVersionF32 && h[1] != kVersionBf16)
-        refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1], kOtherModel);
+    if (magic != kModelMagic)
+        refuse(path, "wrong magic" + at_offset(kFieldMagic), kModelMagic, magic, kOtherModel);
+    if (version != kVersionF32 && version != kVersionBf16)
+        refuse(path, "wrong version" + at_offset(kFieldVersion), "3 (fp32) or 5 (bf16)", version,
+               kOtherModel);
 
-    const Config config = {.max_T = h[2], .V = h[3], .Vp = h[7], .L = h[4], .NH = h[5], .C = h[6]};
+    const Config config = {.max_T = h[kFieldMaxT],
+                           .V = h[kFieldV],
+                           .Vp = h[kFieldVp],
+                           .L = h[kFieldL],
+                           .NH = h[kFieldNH],
+                           .C = h[kFieldC]};
     check_sizes(path, config);
-    const ModelHeader header = {.dtype = h[1] == kVersionF32 ? DType::f32 : DType::bf16,
+    const ModelHeader header = {.dtype = version == kVersionF32 ? DType::f32 : DType::bf16,
                                 .config = config};
     const size_t expected = kHeaderBytes + header.bytes();
     if (file.size != expected)
@@ -89,8 +121,15 @@ ModelHeader read_model_header(const std::string& path) {
 
 void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
     const Config& c = header.config;
-    const int version = header.dtype == DType::f32 ? kVersionF32 : kVersionBf16;
-    const int32_t h[kHeaderInts] = {kModelMagic, version, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
+    int32_t h[kHeaderInts] = {};
+    h[kFieldMagic] = kModelMagic;
+    h[kFieldVersion] = header.dtype == DType::f32 ? kVersionF32 : kVersionBf16;
+    h[kFieldMaxT] = c.max_T;
+    h[kFieldV] = c.V;
+    h[kFieldL] = c.L;
+    h[kFieldNH] = c.NH;
+    h[kFieldC] = c.C;
+    h[kFieldVp] = c.Vp;
     write_whole_file(path, {{h, kHeaderBytes}, {parameters, header.bytes()}});
 }
 
@@ -106,8 +145,9 @@ namespace {
 
 const std::string kStateTitle = "gpt2 training state, version ";
 constexpr int kStateVersion = 2;
+constexpr char kVersion1Magic[] = "gpt2stat";  // the format before this one
 constexpr size_t kMostHeadBytes = 1 << 16;
-constexpr char kChecksum[] = "\nchecksum: ";
+constexpr char kChecksum[] = "\nchecksum: ";  // after the end of the line before
 constexpr char kResumeFromAnother[] = "resume from another checkpoint or start over";
 constexpr char kOtherProgram[] = "resume with the program that wrote it";
 
@@ -152,26 +192,27 @@ struct Head {
 Head read_head(const InputFile& file) {
     std::string text(std::min<size_t>(file.size, kMostHeadBytes), '\0');
     file.read(0, text.data(), text.size());
-    if (text.compare(0, 8, "gpt2stat") == 0)
+    if (text.starts_with(kVersion1Magic))
         refuse(file.path, "wrong version at offset 8", kStateVersion, "1", kOtherProgram);
-    if (text.compare(0, kStateTitle.size(), kStateTitle))
+    if (!text.starts_with(kStateTitle))
         refuse(file.path, "wrong magic at offset 0", kStateTitle, "something else",
                "give a state file");
     const int version = std::atoi(text.c_str() + kStateTitle.size());
     if (version != kStateVersion)
         refuse(file.path, format("wrong version at offset %zu", kStateTitle.size()), kStateVersion,
                version, kOtherProgram);
-    const size_t end = text.find("\n\n");
-    const size_t checksum = text.rfind(kChecksum, end);
-    if (end == std::string::npos || checksum == std::string::npos)
+
+    const size_t last_line_end = text.find("\n\n");
+    const size_t checksum_line = text.rfind(kChecksum, last_line_end);
+    if (last_line_end == std::string::npos || checksum_line == std::string::npos)
         refuse(file.path, "truncated or damaged",
                "a head that ends in a checksum and an empty line", "none", kResumeFromAnother);
-    const size_t digits = checksum + std::strlen(kChecksum);
+    const size_t digits = checksum_line + std::strlen(kChecksum);
 
     Head head;
-    head.bytes = end + 2;
-    head.text = text.substr(0, checksum + 1);
-    head.checksum = text.substr(digits, end - digits);
+    head.bytes = last_line_end + 2;                 // both line ends
+    head.text = text.substr(0, checksum_line + 1);  // with the line end
+    head.checksum = text.substr(digits, last_line_end - digits);
     std::istringstream lines(head.text);
     for (std::string each; std::getline(lines, each);) {
         const size_t colon = each.find(": ");
@@ -286,7 +327,11 @@ std::string model_path(const std::string& dir, int step) {
 }
 
 std::string state_path(const std::string& dir, int step) {
-    return format("%s/state_%08d.bin", dir.c_str(), step);
+    return dir + "/" + state_name(step);
+}
+
+std::string state_name(int step) {
+    return format("state_%08d.bin", step);
 }
 
 namespace {
@@ -365,7 +410,7 @@ int checkpoint_to_resume(const std::string& dir) {
         throw Error(format(
             "%s: the training state that -y needs (such as %s) is missing; bring it back, move "
             "these models elsewhere, or start from one of them with -e and another -o",
-            without_state.c_str(), state_path("", files.newest_model()).c_str() + 1));
+            without_state.c_str(), state_name(files.newest_model()).c_str()));
     // A run that is killed before its first model leaves one state. More of them belong to models
     // that somebody has moved.
     if (files.models.empty() && files.states.size() > 1)

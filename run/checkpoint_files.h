@@ -26,8 +26,8 @@ inline std::string hex(uint64_t checksum) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// llm.c's model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and
-// header[2..7] = maxT, V, L, NH, C, Vp. The sixteen tensors follow in llm.c's order, each with all
+// llm.c's model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), then
+// maxT, V, L, NH, C, Vp, and zeros. The sixteen tensors follow in llm.c's order, each with all
 // its layers.
 struct Config {
     int max_T;  // positions
@@ -107,6 +107,7 @@ class StateFile {
 // without a state belongs to the user: it is never deleted and never overwritten.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
+std::string state_name(int step);  // without the directory
 
 // The step of the newest model, with or without a state, or -1.
 int newest_model(const std::string& dir);

@@ -73,10 +73,10 @@ class Checkpoints {
 
     // Waits for the writer. All ranks call this together.
     void wait() {
-        ranks_.set_timeout(0);  // a disk may take its time
+        ranks_.set_timeout(0);  // rank 0's disk may take its time
         if (writer_.valid())
             finish_writing();
-        // The other ranks may still be waiting for rank 0's disk.
+        // Now rank 0 waits only for the others. They may still be waiting for its disk.
         if (ranks_.rank == 0)
             ranks_.set_timeout(o_.timeout);
         saved_step_ = ranks_.broadcast(saved_step_);
@@ -156,6 +156,7 @@ class Checkpoints {
         const int step = static_cast<int>(counters.step);
         const std::string model_file = model_path(o_.output_dir, step);
         const std::string state_file = state_path(o_.output_dir, step);
+        // A file that the first try of this step has left may be overwritten by the second.
         if (tried_step_ != step && access(model_file.c_str(), F_OK) == 0)
             throw Error(model_file + ": is not this run's, and is not overwritten; move it away");
         tried_step_ = step;
@@ -175,8 +176,8 @@ class Checkpoints {
                 unlink(state_file.c_str());
             throw;
         }
-        std::printf("checkpoint %s (and state_%08d.bin): %.2f GB in %.2f s\n", model_file.c_str(),
-                    step, snapshot_bytes(model_) / 1e9, now() - start);
+        std::printf("checkpoint %s (and %s): %.2f GB in %.2f s\n", model_file.c_str(),
+                    state_name(step).c_str(), snapshot_bytes(model_) / 1e9, now() - start);
 
         try {
             prune_checkpoints(o_.output_dir, o_.keep, o_.keep_every);
