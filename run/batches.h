@@ -66,9 +66,9 @@ class Batches {
 
     // This rank's micro-batches of the current step, in pinned memory.
     const int* current() {
-        if (!prepared_)
+        if (!current_prepared_)
             prepare(current_);
-        prepared_ = true;
+        current_prepared_ = true;
         return current_;
     }
 
@@ -114,9 +114,9 @@ class Batches {
     const bool overfit_;  // all steps have the first one's micro-batches
     Loader loader_;
     LoaderState position_{};
-    int* memory_ = nullptr;  // both of:
+    int* memory_ = nullptr;  // of current_ and next_
     int* current_ = nullptr;
     int* next_ = nullptr;
-    bool prepared_ = false;       // `current`, at the first step
-    bool next_prepared_ = false;  // `next`
+    bool current_prepared_ = false;  // from the first call of current() on
+    bool next_prepared_ = false;
 };

@@ -35,14 +35,12 @@ struct Validation {
     uint64_t windows;
 };
 
-// The mean loss over the windows of the loader's first `max_batches` batches. If that is not
-// positive, or more than there are, it is the mean over all windows.
+// The mean loss over the windows of the loader's first `max_batches` batches, or over all windows
+// if there are fewer batches or `max_batches` is 0 or -1.
 //
 // Each group of ranks evaluates its part of the batches and, if its ranks share sequences, each
 // rank its tokens of every window. The windows' losses are added in fp64 and in the order of the
-// windows, so that the result does not depend on the number of ranks. The loader fills its last
-// batch with windows of the next epoch, which do not count. If a rank cannot read the data, it
-// still takes part in the sum, which the others wait for, and then throws.
+// windows, so that the result does not depend on the number of ranks.
 template <class Model>
 Validation validate(Model& model, Loader& loader, int max_batches) {
     const auto& ranks = model.ranks;
@@ -71,12 +69,15 @@ Validation validate(Model& model, Loader& loader, int max_batches) {
             note_progress();
             model.dev.download(token_losses.data(), model.token_losses(),
                                token_losses.size() * sizeof(token_losses[0]));
-            for (uint64_t w = first; w < std::min(first + B, windows); w++) {
+            // The loader fills its last batch with windows of the next epoch, which do not count.
+            const uint64_t last = std::min(first + B, windows);
+            for (uint64_t w = first; w < last; w++) {
                 const auto begin = token_losses.begin() + (w - first) * T;
                 losses[w] = std::accumulate(begin, begin + T, 0.0) / (T * ranks.context);
             }
         }
     } catch (const Error&) {
+        // Thrown below: first this rank takes part in the sum, which the others wait for.
         error = std::current_exception();
     }
     ranks.sum_over_ranks(losses);

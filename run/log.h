@@ -71,9 +71,9 @@ class Log {
 
     // Drops the rows of steps after `step`, which a resumed run is about to write again, and the
     // rows without a step that follow them. Also drops rows that are not JSON, such as a last row
-    // that a crash has cut off, and says on stderr how many. If the dropped rows are at the end, as
-    // any run leaves them, the file is truncated in place, and so stays the same file for all links
-    // to it.
+    // that a crash has cut off, and says on stderr how many. If all dropped rows are at the end,
+    // which is so in a log that only runs have written, the file is truncated in place. Then all
+    // links to it still lead to the same file.
     static void truncate_after(const std::string& path, long long step);
 
   private:

@@ -20,7 +20,8 @@ struct Window {
     size_t end;
 };
 
-// Copies n elements between `own`, memory of rank r, and `whole`, memory of rank 0.
+// Copies n elements between `own`, memory of rank r, and `whole`, memory of rank 0. Both ranks make
+// this call, and each uses only the pointers to its own memory.
 template <class Model, class A>
 void copy(Model& m, Direction direction, int r, A* own, A* whole, size_t n) {
     const size_t bytes = n * sizeof(A);
@@ -52,8 +53,9 @@ void copy(Model& m, Direction direction, int r, A* own, A* whole, size_t n) {
 template <class Model>
 void exchange(Model& m, Direction direction, const Window& window, typename Model::A* staged) {
     const size_t n = m.num_parameters;
-    const size_t own_n = n / m.ranks.size;
+    const size_t own_n = m.sizes.own_parameters;
     auto* const own = m.optimizer().m;  // v and master follow without a gap
+    // 0: m, 1: v, 2: master
     for (size_t array = window.begin / n; array * n < window.end; array++) {
         const size_t array_begin = array * n;
         const size_t first = std::max(window.begin, array_begin) - array_begin;

@@ -61,6 +61,7 @@ double number(const Option& option, const std::string& text) {
     char* end = nullptr;
     errno = 0;
     const double value = std::strtod(text.c_str(), &end);
+    // 1e-400 is 0 as a double, 1e-60 as a float. A 0 that was typed is no underflow.
     const bool underflows = value == 0 ? errno == ERANGE : static_cast<float>(value) == 0;
     const bool is_number =
         !text.empty() && end == text.c_str() + text.size() && !std::isspace(text[0] & 0xFF);

@@ -34,9 +34,11 @@ inline ssize_t write_all(void* fd_of_stream, const char* text, size_t bytes) {
 // Installs a handler, except for signals that are ignored, as by nohup or in a script's background
 // jobs.
 inline void handle(std::initializer_list<int> signals, void (*handler)(int)) {
-    for (const int signal : signals)
-        if (std::signal(signal, SIG_IGN) != SIG_IGN)
+    for (const int signal : signals) {
+        const auto before = std::signal(signal, SIG_IGN);
+        if (before != SIG_IGN)
             std::signal(signal, handler);
+    }
 }
 
 // Ends the program as the signal does by default. In a container this may be process 1, to which

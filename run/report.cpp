@@ -7,9 +7,9 @@ double mfu_percent(size_t flops_per_token, double tokens_per_second, int ranks, 
     return peak > 0 ? 100 * tokens_per_second * flops_per_token / (ranks * peak * 1e12) : NAN;
 }
 
-void StepReport::restart_timer(int done, int first) {
+void StepReport::restart_timer(int done, int done_before) {
     step_start_ = now();
-    if (done <= first + 2) {
+    if (done <= done_before + 2) {
         paced_from_ = done;
         pace_start_ = step_start_;
         paced_seconds_ = 0;

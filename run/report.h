@@ -20,8 +20,8 @@ class StepReport {
     };
     StepReport(const Options& o, const Machine& machine) : o_(o), machine_(machine) {}
 
-    // A step starts after `done` others, the first `first` of which were done by earlier processes.
-    void restart_timer(int done, int first);
+    // A step starts. `done` steps are done, `done_before` of them by earlier processes.
+    void restart_timer(int done, int done_before);
 
     // The step has ended, which makes `done` steps. Prints it and returns its row of the log.
     Row step(int done, const Statistics& statistics);
@@ -36,8 +36,8 @@ class StepReport {
     double step_start_ = 0;  // seconds
     // The first two steps of a process do not count for the pace, because they make plans,
     // connections and a CUDA graph.
-    int paced_from_ = 0;  // steps done when counting started
-    int paced_to_ = 0;    // steps done so far
-    double pace_start_ = 0;
-    double paced_seconds_ = 0;  // in steps, without what is between them, such as validation
+    int paced_from_ = 0;        // steps done when counting started
+    int paced_to_ = 0;          // steps done so far
+    double pace_start_ = 0;     // for the ETA, which includes what is between steps: validation, …
+    double paced_seconds_ = 0;  // for the tokens per second: the time in steps alone
 };

@@ -25,9 +25,10 @@ int sample_token(std::vector<float> logits, const Sampling& s, double u);
 inline int window_begin(int n, int T) {
     if (n <= T)
         return 0;
-    const int shortest = (T + 1) / 2;  // tokens in the window after it has moved
-    const int stride = T + 1 - shortest;
-    const int moves = (n - T + stride - 1) / stride;
+    // The window moves when it would have T + 1 tokens, and then has only half as many.
+    const int tokens_after_move = (T + 1) / 2;
+    const int stride = T + 1 - tokens_after_move;
+    const int moves = (n - T + stride - 1) / stride;  // rounded up
     return moves * stride;
 }
 
@@ -46,9 +47,10 @@ std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<in
     const int past = cached ? window - 1 : 0;
     const int last_row = window - past - 1;  // the last token's, among the rows to compute
 
-    // Otherwise the number of rows is rounded up, so that matmul plans are reused for other texts.
-    // The last token does not see the rows after it.
-    const int t = past > 0 ? 1 : std::min((window + 63) / 64 * 64, model.T);
+    // Without cached rows the number of rows to compute is rounded up, so that matmul plans are
+    // reused for other texts. The last token does not see the rows after it, whose tokens are 0.
+    const int rounded = std::min((window + 63) / 64 * 64, model.T);
+    const int t = past > 0 ? 1 : rounded;
     std::vector<int> tokens(context.begin() + begin + past, context.end());
     tokens.resize(t);
 

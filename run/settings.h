@@ -9,8 +9,8 @@
 #include "parallel/rendezvous.h"
 #include "run/options.h"
 
-// A value outside of an option's range stands for a default that depends on device, model, ranks or
-// data. resolve_sizes() and resolve_steps() replace it.
+// A default that depends on device, model, ranks or data is a value outside of the option's range
+// or, if its help says so, -1. resolve_sizes() and resolve_steps() replace it.
 struct Options {
     std::string program = "./train_gpt2cu";  // as it was called
 
@@ -47,7 +47,7 @@ struct Options {
     int seed = 1;
 
     int val_every = -1;
-    int val_batches = 0;  // -1: all
+    int val_batches = 0;  // -1: all; 0: the default, which is all for --eval-only
     std::string hellaswag;
     bool eval_only = false;
     int sample_every = -1;

@@ -78,7 +78,7 @@ struct Run {
 
     // Prints the options that have been changed, the device, the model, the data and the memory.
     void describe() const {
-        Options settings = o;
+        Options settings = o;  // a copy, because table() is for writing as well
         Options defaults;
         if (ranks.size == 1) {  // a single rank has no use for these
             defaults.zero = o.zero;

@@ -102,12 +102,14 @@ void init_random(Model& model, uint64_t seed) {
         const InitialDistribution init = initial_distribution(t, config.L);
         const bool padded = std::string(t.name) == "wte";
         const size_t end = begin + t.elements();
-        const size_t padding = padded ? begin + size_t(config.V) * config.C : end;
-        // Parameters first … first + n - 1, of which those from `padding` on are 0.
+        const size_t padding_begin = padded ? begin + size_t(config.V) * config.C : end;
+        // Writes parameters first … first + n - 1, of which those from padding_begin on are 0.
         const auto fill = [&](auto* x, size_t first, size_t n) {
-            const size_t random = first < padding ? std::min(n, padding - first) : 0;
-            init_normal(dev, x, random, init.mean, init.sigma, seed, first);
-            init_normal(dev, x + random, n - random, 0, 0, seed, 0);
+            const size_t drawn = first < padding_begin ? std::min(n, padding_begin - first) : 0;
+            init_normal(dev, x, drawn, init.mean, init.sigma, seed, first);
+
+            constexpr InitialDistribution zero = {.mean = 0, .sigma = 0};
+            init_normal(dev, x + drawn, n - drawn, zero.mean, zero.sigma, seed, first + drawn);
         };
         fill(model.all_parameters() + begin, begin, t.elements());
         if (master)
