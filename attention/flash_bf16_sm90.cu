@@ -17,9 +17,9 @@
 //
 // Any m gives the same out and lse as long as nothing overflows. The maximum of the first tile (the
 // diagonal one) is nearly always good enough for the whole row. P and l may grow to 2^60 before
-// their sums tell a warp that it needs a new m. It then computes S again, by itself, and goes the
-// textbook's way for that tile. So 64 maxima, 4 shuffles and the rescaling of O are gone from the
-// loop.
+// their sums tell a warp that it needs a new m. It then computes S of that tile again, by itself,
+// and takes a step of the textbook's online softmax. So 64 maxima, 4 shuffles and the rescaling of
+// O are gone from the loop.
 //
 // A warpgroup's step, for tile j of keys; it walks from the last tile to the first. While its own
 // exponentials run, the tensor cores also serve the other warpgroups:
@@ -29,7 +29,7 @@
 //
 //   operand  where                                      layout
 //   Q        shared memory, 2 slots a warpgroup         A of S: rows of 128 bytes, swizzled by TMA
-//   K        shared memory, Stages tiles of 128 keys    B of S, as it lies
+//   K        shared memory, Stages tiles of 128 keys    B of S, not transposed
 //   P        registers: S's accumulator packed to bf16  A of O
 //   V        shared memory, Stages tiles                B of O, transposed by wgmma
 //   S, O     registers                                  accumulators, fp32
@@ -47,6 +47,7 @@
 #include <cmath>
 
 #include "attention/flash_bf16_sm90.h"
+#include "attention/fragments.cuh"
 #include "attention/launch.h"
 #include "cuda/pipeline_sm90.cuh"
 #include "cuda/tensor_map.h"
@@ -61,7 +62,7 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // Tiles. Registers decide how many warpgroups share a tile of keys: S, O and P take 64 + 32 + 32 a
 // thread at HS 64, and three warpgroups may have 160; at HS 128 they take 64 + 64 + 32, and there
-// are two. The producer hands its own back.
+// are two. The producer's warpgroup gives them the registers that it does not need.
 
 template <int HS>
 struct ForwardTiles {
@@ -78,11 +79,16 @@ struct ForwardTiles {
 // What a launch covers, and the tile scheduler
 
 struct ForwardArgs {
-    int NH, Tq, Tk, heads;         // heads = B·NH
-    int shift;                     // query i sees keys j ≤ i + shift
-    int tiles, group, work_tiles;  // tiles of a head; heads of a group; tiles·heads
-    int counter;                   // which of next_ticket
-    float scale_log2;              // scale·log2(e): the exponentials are powers of 2
+    int NH;
+    int Tq;
+    int Tk;
+    int heads;         // B·NH
+    int shift;         // query i sees keys j ≤ i + shift
+    int tiles;         // of queries, of one head
+    int group;         // heads that are worked on together
+    int work_tiles;    // tiles·heads
+    int counter;       // the launch's, in next_ticket
+    float scale_log2;  // scale·log2(e): the exponentials are powers of 2
     RowStatsView<float> lse;
     HeadsView<float> out;  // if the results are fp32. In bf16 a tensor map says where they go
 };
@@ -97,23 +103,25 @@ struct ForwardWorkTile {
 
 // Blocks take work tiles by ticket when they are ready for them, which balances what no fixed
 // assignment does: the tiles' lengths differ, and so do SMs. Tickets 0 to gridDim.x − 1 are the
-// blocks' first. Each launch has a counter for the others, because launches may run at once.
+// blocks' first. Each launch has a counter for the others, because launches may run at once. With
+// each work tile a block takes one more ticket, so the counter ends at work_tiles. Whoever takes
+// the last ticket sets it back to 0 for a later launch.
 constexpr int kCounters = 1024;
 __device__ int next_ticket[kCounters];
 std::atomic<unsigned> launches;
 
 __device__ __forceinline__ int take_ticket(const ForwardArgs& args) {
     const int taken = atomicAdd(&next_ticket[args.counter], 1);
-    const bool is_last = taken == args.work_tiles - 1;  // every block has asked for the last time
+    const bool is_last = taken == args.work_tiles - 1;
     if (is_last)
         next_ticket[args.counter] = 0;
     return gridDim.x + taken;
 }
 
 // Heads run in groups whose keys and values stay in L2. Within a group the longest tiles come
-// first, so that the last to finish are short. Tiles are counted from the last query: if Br does
-// not divide Tq, it is the first, short tile that has warpgroups without queries (q0 < 0), not the
-// longest.
+// first, so that the last to finish are short. Tiles are counted from the last query, and the one
+// that is not full, if Br does not divide Tq, is that of the first queries, which see the fewest
+// keys. Its q0 is negative, and warpgroups whose own first query is negative have no queries.
 template <int Br, int Bc>
 __device__ __forceinline__ ForwardWorkTile work_tile(const ForwardArgs& args, int ticket) {
     const int first = ticket / (args.group * args.tiles) * args.group;  // the group's first head
@@ -122,15 +130,18 @@ __device__ __forceinline__ ForwardWorkTile work_tile(const ForwardArgs& args, in
     const int tile = i / size;
     const int bh = first + i % size;
     const int q0 = ceil_div<64>(args.Tq) * 64 - (tile + 1) * Br;
-    const int k_end = min(args.Tk, min(q0 + Br, args.Tq) + args.shift);
+    const int q_end = min(q0 + Br, args.Tq);
+    const int k_end = min(args.Tk, q_end + args.shift);
     return {.b = bh / args.NH, .h = bh % args.NH, .q0 = q0, .k_tiles = ceil_div<Bc>(k_end)};
 }
 
 // -------------------------------------------------------------------------------------------------
 // A block's shared memory: 200 KB, 224 KB
 
-// Tiles are panels of 64 columns, one behind the other, in TMA's 128-byte swizzle, for which each
-// is aligned to 1024 bytes.
+// Tiles are panels of 64 columns, one after the other, in TMA's 128-byte swizzle, for which each is
+// aligned to 1024 bytes.
+constexpr int kRowBytes = 128;  // of a panel
+
 template <int HS>
 struct SharedMemory {
     using Tiles = ForwardTiles<HS>;
@@ -151,7 +162,7 @@ struct SharedMemory {
 
     // clang-format off
     //                                who waits ← who arrives: when
-    FullBarriers<2>       q_full[W];  // a warpgroup ← TMA: its queries are there, and work_tile
+    FullBarriers<2>       q_full[W];  // a warpgroup ← TMA: its Q is there, and work_tile
     EmptyBarriers<2>      q_empty[W]; // producer ← the warpgroup: the last product with Q is done
     FullBarriers<Stages>  k_full;     // consumers ← TMA: K is there
     FullBarriers<Stages>  v_full;     // consumers ← TMA: V is there
@@ -159,7 +170,7 @@ struct SharedMemory {
     EmptyBarriers<Stages> v_empty;    // producer ← a lane of every consumer warp: O is done
     // clang-format on
 
-    PipelineBuffer<ForwardWorkTile, 2> work_tile;  // which one Q is of
+    PipelineBuffer<ForwardWorkTile, 2> work_tile;  // the one whose queries are in q
 
     __device__ __forceinline__ void init_barriers() {
         constexpr int kProducer = 1;  // threads
@@ -219,9 +230,11 @@ struct Producer {
             // not faster.
             ticket = take_ticket(args);
             shared.work_tile[i] = tile;
-            for (int wg = 0; wg < W; wg++)
-                load<64>(shared.q_address(i, wg), q_map, max(0, tile.q0 + 64 * wg),
-                         shared.q_full[wg].address(i));
+            for (int wg = 0; wg < W; wg++) {
+                // A warpgroup without queries gets some too, and ignores them.
+                const int first_q = max(0, tile.q0 + 64 * wg);
+                load<64>(shared.q_address(i, wg), q_map, first_q, shared.q_full[wg].address(i));
+            }
             for (int j = tile.k_tiles - 1; j >= 0; j--) {
                 shared.k_empty.wait(kv);
                 load<Bc>(shared.k.address(kv), k_map, j * Bc, shared.k_full.address(kv));
@@ -236,15 +249,15 @@ struct Producer {
     template <int Rows>
     __device__ __forceinline__ void load(uint32_t to, const CUtensorMap& map, int row0,
                                          uint32_t full) const {
-        mbarrier_arrive_expect(full, Rows * HS * 2);  // publishes shared.work_tile too
+        mbarrier_arrive_expect(full, Rows * HS * sizeof(bf16));  // publishes shared.work_tile too
         for (int d = 0; d < HS; d += 64)
-            tma_load_4d(to + d * Rows * 2, &map, full, d, tile.h, row0, tile.b);
+            tma_load_4d(to + d / 64 * Rows * kRowBytes, &map, full, d, tile.h, row0, tile.b);
     }
 };
 
 // -------------------------------------------------------------------------------------------------
-// A consumer: the registers of a warpgroup, and what it does with them. A thread holds the
-// accumulators' elements of rows lane/4 and lane/4 + 8 of its warp's 16.
+// A consumer: the registers of a warpgroup, and what it does with them. Of its warp's 16 rows of an
+// accumulator a thread has lane/4 and lane/4 + 8, here r = 0 and 1 (fragments.cuh).
 
 template <int HS>
 struct Consumer {
@@ -258,14 +271,14 @@ struct Consumer {
 
     PipelineState<Tiles::Stages> kv;  // the tile of keys whose S comes next, or is at hand
     int first_q;                      // the warpgroup's first query
-    uint32_t q;                       // the address of its queries
+    uint32_t q;                       // the address of its tile of Q
     float s[Bc / 8][4];               // S, then P
     float o[HS / 8][4];
     uint32_t p_regs[Bc / 16][4];  // P as A operand
     float l[2];                   // this lane's columns only, summed at the end
     float m[2];
-    float alpha[2];      // the last tile's e^{old m − m}, where it raised m
-    float l_tile[1][4];  // and its parts of l
+    float alpha[2];      // e^{old m − m}, from softmax
+    float l_tile[1][4];  // the tile's part of l: two sums a row, shaped for wgmma_fence_operand
 
     __device__ __forceinline__ Consumer(const ForwardArgs& args, SharedMemory<HS>& shared, int wg)
         : args(args), shared(shared), wg(wg), warp(threadIdx.x / 32 % 4) {}
@@ -295,14 +308,19 @@ struct Consumer {
             for (float& x : s_n)
                 x = 0.f;
 
-        auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
+        // The address in a panel of a row's 16-byte piece.
+        auto swizzled = [](int row, int piece) {
+            return row * kRowBytes + ((piece ^ (row & 7)) << 4);
+        };
 #pragma unroll 1
         for (int kk = 0; kk < HS / 16; kk++) {
-            const uint32_t q_panel = q + kk / 4 * 64 * 128;
-            const uint32_t k_panel = shared.k.address(kv) + kk / 4 * Bc * 128;
-            const int piece = kk % 4 * 2;  // of 16 bytes
+            const uint32_t q_panel = q + kk / 4 * 64 * kRowBytes;
+            const uint32_t k_panel = shared.k.address(kv) + kk / 4 * Bc * kRowBytes;
+            const int piece = kk % 4 * 2;  // the first of the k-step's two
             uint32_t a[4];
             uint32_t b[4];
+            // Lanes give the rows of a's and b's quadrants as in block16 and block16_b
+            // (mma_tiles.cuh).
             ldmatrix_x4(a, q_panel + swizzled(16 * warp + lane % 16, piece + lane / 16));
             for (int n = 0; n < Bc / 8; n += 2) {
                 const int row = 8 * n + lane % 8 + lane / 16 * 8;
@@ -312,12 +330,12 @@ struct Consumer {
             }
         }
     }
-    // Starts O += P V for the tile's first Keys, and between products of 16 keys does what
-    // `interleaved` does.
+    // Starts O += P V for the tile's first Keys, and after each k-step of 16 keys runs
+    // `interleaved`.
     template <int Keys, class Interleaved>
     __device__ __forceinline__ void start_o(PipelineState<Tiles::Stages> kv,
                                             Interleaved interleaved) {
-        const uint64_t v_tile = wgmma_descriptor(shared.v.address(kv), Bc * 128);
+        const uint64_t v_tile = wgmma_descriptor(shared.v.address(kv), Bc * kRowBytes);
         wgmma_fence_operand(p_regs);
         wgmma_fence_operand(o);
         for (int kk = 0; kk < Keys / 16; kk++) {
@@ -340,8 +358,8 @@ struct Consumer {
     __device__ __forceinline__ void mask(float (&s)[N][4], int j) const {
         const int lane = threadIdx.x % 32;
         for (int r = 0; r < 2; r++) {
-            const int query = first_q + 16 * warp + 8 * r + lane / 4;
-            // columns that it sees, from this lane's first on
+            const int query = fragment_row(first_q + 16 * warp, 2 * r, lane);
+            // How many columns it sees, counted from this lane's first.
             const int visible = visible_keys(query, args.Tk, args.shift) - j * Bc - lane % 4 * 2;
             for (int n = 0; n < N; n++)
                 for (int e = 0; e < 2; e++)
@@ -349,7 +367,7 @@ struct Consumer {
                         s[n][2 * r + e] = -INFINITY;
         }
     }
-    // The textbook's way: raise m to the maximum, then P.
+    // A step of the textbook's online softmax: raises m to the maximum, then computes P.
     template <int N>
     __device__ __forceinline__ void softmax(float (&s)[N][4]) {
         for (int r = 0; r < 2; r++) {
@@ -359,11 +377,9 @@ struct Consumer {
                 x0 = fmaxf(x0, s[n][2 * r]);
                 x1 = fmaxf(x1, s[n][2 * r + 1]);
             }
-            float x = fmaxf(x0, x1);
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            alpha[r] = x == -INFINITY ? 1.f : exp2_approx((m[r] - x) * args.scale_log2);
-            m[r] = x;
+            const float m_new = quad_max(fmaxf(x0, x1));
+            alpha[r] = m_new == -INFINITY ? 1.f : exp2_approx((m[r] - m_new) * args.scale_log2);
+            m[r] = m_new;
         }
         const float m_log2[2] = {m[0] == -INFINITY ? 0.f : m[0] * args.scale_log2,
                                  m[1] == -INFINITY ? 0.f : m[1] * args.scale_log2};
@@ -377,12 +393,10 @@ struct Consumer {
     __device__ __forceinline__ void rescale() {
         for (int r = 0; r < 2; r++) {
             l[r] *= alpha[r];
-            for (int n = 0; n < HS / 8; n++) {
-                o[n][2 * r] *= alpha[r];
-                o[n][2 * r + 1] *= alpha[r];
-            }
+            scale_row(o, r, alpha[r]);
         }
     }
+    // P as A operand. A half tile leaves the other half 0.
     template <int N>
     __device__ __forceinline__ void pack(const float (&s)[N][4]) {
         for (int n = 0; n < Bc / 8; n++)
@@ -401,8 +415,8 @@ struct Consumer {
         pack(s);
     }
 
-    // Tile j, of which S is computed, and the tile before it, of whose P V only the first
-    // PreviousKeys are multiplied:
+    // Computes S and P of tile j, and adds P V of the tile before it, j + 1, to O. Of that tile it
+    // multiplies the first PreviousKeys, 64 if it was a half tile.
     //   start S(j) · wait for it · start O += P V(j+1), with P(j) between its products · wait for
     //   it · release K(j) and V(j+1) · pack P(j)
     template <int PreviousKeys = Bc>
@@ -418,13 +432,14 @@ struct Consumer {
         // [quote]
         const float m_log2[2] = {m[0] * args.scale_log2, m[1] * args.scale_log2};
         start_o<PreviousKeys>(previous, [&](int kk) {
-            constexpr int N = 2 * Bc / PreviousKeys;  // of 8 columns
+            constexpr int kProducts = PreviousKeys / 16;
+            constexpr int N = Bc / 8 / kProducts;  // fragments of S for each
             for (int n = kk * N; n < (kk + 1) * N; n++)
                 exponentials(s[n], m_log2);
         });
         wgmma_fence_operand(s);
         wgmma_fence_operand(l_tile);
-        // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
+        // A row outgrew m, or its m is still −∞, so that all its P are +∞. A NaN counts too.
         const float sum = l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3];
         const bool out_of_range = __any_sync(~0u, !(sum <= 0x1p60f));
         // [end]
@@ -438,9 +453,9 @@ struct Consumer {
         finish_step(previous);
     }
 
-    // The same for a tile that some query does not see whole: the whole O += P V is started before
-    // the softmax, which takes the textbook's way. It may multiply all 128 previous keys, because
-    // pack() has set the rest of P to 0.
+    // The same for a tile that some query does not see whole: all of O += P V is started before the
+    // softmax, which is the textbook's. It may multiply all 128 previous keys, because pack() has
+    // set the rest of P to 0.
     __device__ __forceinline__ void masked_step(int j) {
         const PipelineState<Tiles::Stages> previous = kv;
         ++kv;
@@ -455,8 +470,9 @@ struct Consumer {
         finish_step(previous);
     }
 
-    // V(j) is for the next step. It is awaited here, because a loop keeps the compiler from moving
-    // the exponentials past the wait for O: they are to run while the tensor cores multiply.
+    // V(j) is for the next step. It is awaited here, because the loop in mbarrier_wait keeps the
+    // compiler from moving the exponentials past the wait for O: they are to run while the tensor
+    // cores multiply.
     __device__ __forceinline__ void wait_for_o() {
         shared.v_full.wait(kv);
         wgmma_wait<0>(o);
@@ -470,7 +486,7 @@ struct Consumer {
             l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
     }
 
-    // All of work tile i but its end: O, m and l.
+    // All of work tile i but normalise() and store(): O, m and l.
     //   skip tiles of keys that no query here sees · the first step · masked steps · the other
     //   steps · the last O += P V
     __device__ __forceinline__ void attend(const ForwardWorkTile& tile, int i) {
@@ -541,15 +557,10 @@ struct Consumer {
     // o becomes out, and lse that of the thread's two rows.
     __device__ __forceinline__ void normalise(float (&lse)[2]) {
         for (int r = 0; r < 2; r++) {
-            float sum = l[r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float sum = quad_sum(l[r]);
             const float inverse = __fdividef(1.f, sum);
             lse[r] = (m[r] * args.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-            for (int n = 0; n < HS / 8; n++) {
-                o[n][2 * r] *= inverse;
-                o[n][2 * r + 1] *= inverse;
-            }
+            scale_row(o, r, inverse);
         }
     }
 
@@ -566,22 +577,23 @@ struct Consumer {
             if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < args.Tq)
                 lse_rows[row + 8 * r] = lse[r];
 
+        const int barrier = 1 + wg;  // the warpgroup's own
         const bool leader = threadIdx.x % 128 == 0;
         if (leader)
             bulk_wait_read<0>();
-        // the last store has left shared memory. Without it fp32 would spill
-        named_barrier_sync(1 + wg, 128);
+        // The last out has left shared memory. fp32 does not need the barrier, but spills without.
+        named_barrier_sync(barrier, 128);
         if constexpr (std::is_same_v<Y, float>) {
             store_fp32(tile, row);
             return;
         }
         store_out_swizzled();
         fence_proxy_async();
-        named_barrier_sync(1 + wg, 128);
+        named_barrier_sync(barrier, 128);
         if (leader && first_q >= 0) {
             const uint32_t out = smem_address(&shared.out[wg]);
             for (int d = 0; d < HS; d += 64)
-                tma_store_4d(&out_map, out + d * 64 * 2, d, tile.h, first_q, tile.b);
+                tma_store_4d(&out_map, out + d / 64 * 64 * kRowBytes, d, tile.h, first_q, tile.b);
             bulk_commit();
         }
     }
@@ -598,14 +610,16 @@ struct Consumer {
     }
     __device__ __forceinline__ void store_out_swizzled() const {
         const int lane = threadIdx.x % 32;
-        const uint32_t row = smem_address(&shared.out[wg]) + (16 * warp + lane % 16) * 128;
+        const uint32_t row = smem_address(&shared.out[wg]) + (16 * warp + lane % 16) * kRowBytes;
         for (int n = 0; n < HS / 8; n += 2) {
+            // The 16×16 block by quadrants: left r = 0, left r = 1, right r = 0, right r = 1.
             uint32_t packed[4];
-            for (int k = 0; k < 4; k++)
-                packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
+            for (int right = 0; right < 2; right++)
+                for (int r = 0; r < 2; r++)
+                    packed[2 * right + r] = pack_bf16(o[n + right][2 * r], o[n + right][2 * r + 1]);
             const int panel = n / 8;
             const int piece = (n % 8 + lane / 16) ^ (lane % 8);  // of 16 bytes
-            stmatrix_x4(row + panel * 64 * 128 + (piece << 4), packed);
+            stmatrix_x4(row + panel * 64 * kRowBytes + (piece << 4), packed);
         }
     }
 };
@@ -664,9 +678,9 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     using Tiles = ForwardTiles<HS>;
     const AttentionShape& s = c.s;
 
-    // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short
-    // tiles, in which SMs wait. And groups as alike as can be: a small last one begins its long
-    // tiles when the others have ended theirs.
+    // K and V of a group of heads stay in L2 (50 MB). A group is as many heads as that allows,
+    // because each group ends with its short tiles, while SMs wait. And groups are as alike as can
+    // be: a small last one would begin its long tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
     static_assert(sizeof(SharedMemory<HS>) <= 227 * 1024);
 
@@ -678,11 +692,13 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     args.shift = s.shift();
     args.scale_log2 = s.scale_log2();
     args.tiles = ceil_div(s.Tq, Tiles::Br);
-    const size_t most =
-        std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, args.heads);
-    args.group = ceil_div(args.heads, ceil_div(args.heads, static_cast<int>(most)));
+    const size_t head_bytes = 2 * static_cast<size_t>(s.Tk) * HS * sizeof(bf16);  // of K and V
+    const size_t most_heads = std::clamp<size_t>(kGroupBytes / head_bytes, 1, args.heads);
+    const int groups = ceil_div(args.heads, static_cast<int>(most_heads));
+    args.group = ceil_div(args.heads, groups);
     args.lse = c.lse;
     const size_t work_tiles = static_cast<size_t>(args.tiles) * args.heads;
+    // Tickets go up to work_tiles + the number of blocks.
     if (work_tiles > INT_MAX / 2)
         throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, work_tiles,
                            INT_MAX / 2));
@@ -717,7 +733,7 @@ const AttentionKernel<bf16> flash_bf16_sm90 = {
     .min_sm = 90,
     .flash = true,
     .supports = {.pieces = true},
-    .scratch_bytes = sm90_bytes,
+    .scratch_bytes = sm90_scratch_bytes,
     .unchecked = {.forward = forward<bf16>,
                   .backward = sm90_backward<bf16>,
                   .forward_fp32 = forward<float>,

@@ -921,6 +921,6 @@ void sm90_backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
 template void sm90_backward(const Cuda&, const AttentionBackward<bf16, bf16>&);
 template void sm90_backward(const Cuda&, const AttentionBackward<bf16, float>&);
 
-size_t sm90_bytes(const AttentionShape& s) {
+size_t sm90_scratch_bytes(const AttentionShape& s) {
     return s.HS == 64 ? Scratch<64>(s).bytes : Scratch<128>(s).bytes;
 }
