@@ -13,17 +13,17 @@
 // that see these keys pass by. Each query tile's dQ is added to a sum in global memory. A warpgroup
 // takes 64 of the 128 keys:
 //
-//   product      A (64 × k)                     B (k × N)                 result
-//   Sᵀ  = K Qᵀ   K, shared memory               Q, shared memory          registers
-//   dPᵀ = V dOᵀ  V, shared memory               dO, shared memory         registers
-//   dV += Pᵀ dO  Pᵀ, registers: Sᵀ's layout     dO, transposed (k: rows)  registers, to the end
-//   dK += dSᵀ Q  dSᵀ, registers: dPᵀ's layout   Q, transposed             registers, to the end
-//   dQ  = dS K   dS, shared memory, transposed  K, transposed             registers, then the sum
+//   product      A, 64 rows                     B, shared memory  result
+//   Sᵀ  = K Qᵀ   K, shared memory               Q                 registers
+//   dPᵀ = V dOᵀ  V, shared memory               dO                registers
+//   dV += Pᵀ dO  Pᵀ, registers: Sᵀ's layout     dO, transposed    registers, to the end
+//   dK += dSᵀ Q  dSᵀ, registers: dPᵀ's layout   Q, transposed     registers, to the end
+//   dQ  = dS K   dS, shared memory, transposed  K, transposed     registers, then the sum
 //
-// Keys are rows of S and dP, so P and dS are A operands where they arise. Only dQ sums over all
-// keys of the tile, so the two warpgroups exchange dS for it. They compute dQ one query tile late,
-// so that neither waits for the other's dS, and start Sᵀ one query tile early. In a work tile's
-// last query tile that is the Sᵀ of the next work tile's first.
+// Keys are rows of Sᵀ and dPᵀ, so Pᵀ and dSᵀ are A operands where they arise. Only dQ sums over all
+// keys of the tile, so the two warpgroups exchange dS for it, and each computes half of dQ. They do
+// so one query tile late, so that neither waits for the other's dS, and start Sᵀ one query tile
+// early. In a work tile's last query tile that is the Sᵀ of the next work tile's first.
 //
 // A block stays on its SM and fetches work tiles until there are none, in the order of
 // sm90_backward_scheduler.cuh, which also makes the sum of dQ deterministic. Two warpgroups are the
@@ -61,6 +61,9 @@ namespace {
 constexpr int kConsumers = 2;  // warpgroups, 64 keys each
 constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kThreads = 128 + kConsumerThreads;
+constexpr int kConsumerRegisters = 240;  // a thread
+constexpr int kOtherRegisters = 24;
+constexpr int kRowBytes = 128;  // of a panel, see SharedMemory
 
 // A semaphore has a line of L2 to itself: many blocks ask at once, and a line answers one at a
 // time.
@@ -70,8 +73,16 @@ template <int HS>
 struct BackwardTiles {
     // queries; at HS 128 dK and dV take twice the registers
     static constexpr int Br = HS == 64 ? 128 : 64;
-    static constexpr int Bc = 128;               // keys, 64 a consumer
-    static constexpr int kDqElements = 64 * 64;  // of dQ that a consumer computes
+    static constexpr int Bc = 128;  // keys, 64 a consumer
+    // Elements of a consumer's half of a query tile's dQ, 64 × 64. At HS 64 it is half of the
+    // queries, at HS 128 half of the columns.
+    static constexpr int kDqHalf = 64 * 64;
+
+    // What is known of a tile's queries.
+    struct RowStats {
+        float lse_log2[Br];  // log2(e)·lse, +inf past Tq
+        float D[Br];
+    };
 };
 
 template <int HS, class Y>
@@ -79,29 +90,37 @@ struct BackwardArgs {
     using Tiles = BackwardTiles<HS>;
     using TileScheduler = BackwardTileScheduler<Tiles::Br, Tiles::Bc>;
 
-    CUtensorMap q, k, v, dout, dq, dk, dv;
-    HeadsView<Y> dk_rows, dv_rows;
+    CUtensorMap q;
+    CUtensorMap k;
+    CUtensorMap v;
+    CUtensorMap dout;
+    CUtensorMap dq;
+    CUtensorMap dk;
+    CUtensorMap dv;
+    HeadsView<Y> dk_rows;  // for consumers that write dK and dV themselves, see kDkvFits
+    HeadsView<Y> dv_rows;
     TileScheduler scheduler;
-    float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
-    float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for rows past Tq) and D
-    // (sum_heads, q_tiles, 2 consumers, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    float scale;
+    float scale_log2;  // scale·log2(e): the exponentials are powers of 2
+    float* row_stats;  // (heads, q_tiles, 2, Br): a RowStats for each query tile
+    // (sum_heads, q_tiles, 2 consumers, 8 fragments, 128 threads, 4 elements): unscaled dQ
     float* dq_sum;
     // (heads, q_tiles, 2 consumers, kSemaphoreInts): how many key tiles have added to dQ
     int* dq_semaphores;
     int* ticket;  // of the next work tile
 
-    // A consumer's of query tile i. `first` is the head's, by the scheduler's sum_index or
-    // semaphore_index.
-    __device__ float* sum(int first, int i) const {
-        return dq_sum + (first + kConsumers * i) * size_t{Tiles::kDqElements};
+    // The sum of a consumer's half of query tile i's dQ, and its semaphore. first_sum and
+    // first_semaphore are the numbers of query tile 0's, by the scheduler.
+    __device__ float* sum(int first_sum, int i) const {
+        return dq_sum + (first_sum + kConsumers * i) * size_t{Tiles::kDqHalf};
     }
-    __device__ int* dq_semaphore(int first, int i) const {
-        return dq_semaphores + (first + kConsumers * i) * kSemaphoreInts;
+    __device__ int* dq_semaphore(int first_semaphore, int i) const {
+        return dq_semaphores + (first_semaphore + kConsumers * i) * kSemaphoreInts;
     }
 };
 
 // -------------------------------------------------------------------------------------------------
-// Before the main kernel: lse and D of each query, and counters to zero
+// Before the main kernel: lse and D of each query; the semaphores and the ticket become 0
 
 // One block for each query tile of a head. HS/8 lanes share a row.
 template <int HS, class Y>
@@ -115,7 +134,8 @@ __global__ void __launch_bounds__(1024)
     constexpr int Lanes = HS / 8;
     static_assert(Br * Lanes == 1024);
 
-    // Blocks that run together read whole tokens: the heads of one come one after the other.
+    // Neighbouring blocks have the same tokens and neighbouring heads, so that what runs together
+    // reads whole tokens.
     const int NH = args.scheduler.NH;
     const int Tq = args.scheduler.Tq;
     const int q_tiles = args.scheduler.q_tiles;
@@ -144,7 +164,9 @@ __global__ void __launch_bounds__(1024)
     if (lane > 0)
         return;
 
-    float* const to_lse = args.lse_D + (static_cast<size_t>(bh) * q_tiles + q_tile) * 2 * Br + row;
+    // As in RowStats.
+    const size_t tile = static_cast<size_t>(bh) * q_tiles + q_tile;
+    float* const to_lse = args.row_stats + tile * 2 * Br + row;
     float* const to_D = to_lse + Br;
     *to_lse = t < Tq ? lse.ptr[bh * lse.head_stride + t] * kLog2e : INFINITY;
     *to_D = t < Tq ? D : 0.f;
@@ -154,8 +176,8 @@ __global__ void __launch_bounds__(1024)
 // -------------------------------------------------------------------------------------------------
 // A block's shared memory
 
-// Tiles of bf16 and fp32 are panels of 128 bytes a row, one behind the other, in TMA's 128-byte
-// swizzle, for which each tile is aligned to 1024 bytes.
+// Tiles of bf16 and fp32 are panels whose rows have 128 bytes, one after the other, in TMA's
+// 128-byte swizzle, for which each tile is aligned to 1024 bytes.
 template <int HS, class Y>
 struct SharedMemory {
     using Tiles = BackwardTiles<HS>;
@@ -171,12 +193,8 @@ struct SharedMemory {
     struct alignas(1024) ScoreTile {  // a row is a key
         bf16 x[Bc * Br];
     };
-    struct alignas(1024) DqTile {
-        float x[Tiles::kDqElements];
-    };
-    struct RowStats {
-        float lse_log2[Br];
-        float D[Br];
+    struct alignas(1024) DqHalf {
+        float x[Tiles::kDqHalf];
     };
 
     PipelineBuffer<KeyTile, 2> k;
@@ -184,8 +202,8 @@ struct SharedMemory {
     PipelineBuffer<QueryTile, 2> q;
     PipelineBuffer<QueryTile, 2> dout;
     PipelineBuffer<ScoreTile, 2> ds;
-    DqTile dq[kConsumers];  // a part of the sum in fp32, or dQ itself as Y
-    PipelineBuffer<RowStats, 2> row_stats;
+    DqHalf dq[kConsumers];  // a part of the sum in fp32, or dQ itself as Y
+    PipelineBuffer<typename Tiles::RowStats, 2> row_stats;
 
     // clang-format off
     //                             who waits  ← who arrives: when
@@ -203,10 +221,10 @@ struct SharedMemory {
     EmptyBarriers<1> dkv_empty; // consumers  ← storer: they have left, so dS may be written again
     // clang-format on
 
-    PipelineBuffer<BackwardWorkTile, 2> work_tile;  // which one K is of
+    PipelineBuffer<BackwardWorkTile, 2> work_tile;  // the one whose keys are in k
 
     // At the end of a work tile nobody reads its K and dS any more, and dK and dV leave from there:
-    //   dV           from dS
+    //   dV           from stage 0 of dS, at HS 128 from both stages
     //   dK in bf16   from K
     //   dK in fp32   from stage 1 of dS, at HS 64. At HS 128 fp32 does not fit, and consumers write
     //                both from registers.
@@ -226,7 +244,7 @@ struct SharedMemory {
         constexpr int kStorer = 1;
 
         k_full.init(kLoader);
-        k_empty.init(kStorer + 2 * kSender);
+        k_empty.init(kStorer + kConsumers * kSender);
         v_full.init(kLoader);
         v_empty.init(kConsumerThreads);
         q_full.init(kLoader);
@@ -269,7 +287,8 @@ struct Loader {
 
     __device__ __forceinline__ void run() {
         for (;; w++) {
-            // As late as possible, so that the longest do not pile up on one block.
+            // Not before the loads of the work tile before it, or the longest could pile up on one
+            // block.
             const BackwardWorkTile tile = args.scheduler.work_tile(atomicAdd(args.ticket, 1));
             shared.k_empty.wait(w);
             volatile BackwardWorkTile& to = shared.work_tile[w];
@@ -305,8 +324,8 @@ struct Loader {
         load<Tiles::Br>(shared.q.address(n), args.q, i * Tiles::Br, full);
         load<Tiles::Br>(shared.dout.address(n), args.dout, i * Tiles::Br, full);
         // Computed late, because this thread has few registers.
-        const size_t tile = static_cast<size_t>(bh) * args.scheduler.q_tiles + i;
-        bulk_load(shared.row_stats.address(n), args.lse_D + tile * 2 * Tiles::Br,
+        const size_t q_tile = static_cast<size_t>(bh) * args.scheduler.q_tiles + i;
+        bulk_load(shared.row_stats.address(n), args.row_stats + q_tile * 2 * Tiles::Br,
                   sizeof shared.row_stats[n], full);
         n++;
     }
@@ -316,11 +335,11 @@ struct Loader {
     __device__ __forceinline__ void load(uint32_t to, const CUtensorMap& map, int t0,
                                          uint32_t barrier) const {
         for (int d = 0; d < HS; d += 64)
-            tma_load_4d(to + d * Rows * 2, &map, barrier, d, h, t0, b);
+            tma_load_4d(to + d / 64 * Rows * kRowBytes, &map, barrier, d, h, t0, b);
     }
 };
 
-// Sends a consumer's part of each dQ, 64 × 64, once the parts before it have been added.
+// Sends a consumer's half of each dQ, once the parts of earlier key tiles have been added.
 //   query tile n: wait for the semaphore · wait for dQ(n) · send it · raise the semaphore
 // Other blocks wait while this thread computes or waits. So it computes before the loop over query
 // tiles what it can, and looks at the next semaphore while dQ is on its way.
@@ -346,7 +365,7 @@ struct Sender {
             const int first_semaphore = args.scheduler.semaphore_index(tile.bh, wg);
             int added = 0;  // parts, by the semaphore when it was last seen
             for (; walk.left > 0; ++walk, n++) {
-                const DqPart part = args.scheduler.dq_part(tile, walk, walk.i);
+                const DqPart part = args.scheduler.dq_part(tile, walk.forwards(), walk.i);
                 wait_for_semaphore(part, tile.bh, first_semaphore, walk.i, added);
 
                 shared.dq_full[wg].wait(n);
@@ -358,21 +377,23 @@ struct Sender {
                 added =
                     walk.left > 1 ? load_relaxed_gpu(args.dq_semaphore(first_semaphore, next)) : 0;
                 bulk_wait<0>();
-                fence_gpu();  // acquires what was seen, too
+                fence_gpu();  // makes the load of `added` an acquire, and the store a release
                 store_relaxed_gpu(args.dq_semaphore(first_semaphore, walk.i), part.number + 1);
             }
         }
     }
 
-    // Until the parts before have been added. The first part is written where another head's sum
-    // was, which has been read when all parts of that have been added.
+    // Until the parts before this one have been added. The first part needs the place of its sum,
+    // where the sum of head bh + sum_heads was, if there is such a head. It is free when that
+    // head's last part has been counted. (It has as many parts, because they depend on i alone.)
     __device__ __forceinline__ void wait_for_semaphore(DqPart part, int bh, int first_semaphore,
                                                        int i, int added) const {
         const auto& scheduler = args.scheduler;
         const bool inherits = part.is_first() && bh + scheduler.sum_heads < scheduler.heads;
         const int wanted = inherits ? part.last + 1 : part.number;
-        const int other_head = inherits ? scheduler.sum_heads * scheduler.q_tiles : 0;
-        const int* const semaphore = args.dq_semaphore(first_semaphore, i + other_head);
+        // Query tiles from this head to that one, whose semaphores follow in the same way.
+        const int to_other_head = inherits ? scheduler.sum_heads * scheduler.q_tiles : 0;
+        const int* const semaphore = args.dq_semaphore(first_semaphore, i + to_other_head);
         while (added < wanted)
             added = load_acquire_gpu(semaphore);
     }
@@ -385,8 +406,9 @@ struct Sender {
             const int h = bh % args.scheduler.NH;
             const int d0 = HS == 128 ? 64 * wg : 0;
             const int t0 = i * Tiles::Br + (HS == 64 ? 64 * wg : 0);
-            for (int d = 0; d < 64; d += 128 / sizeof(Y))  // panels
-                tma_store_4d(&args.dq, dq_smem + d * 64 * sizeof(Y), d0 + d, h, t0, b);
+            constexpr int kPanel = kRowBytes / sizeof(Y);  // columns
+            for (int d = 0; d < 64; d += kPanel)
+                tma_store_4d(&args.dq, dq_smem + d / kPanel * 64 * kRowBytes, d0 + d, h, t0, b);
         } else if (part.is_first()) {
             bulk_store(args.sum(first_sum, i), dq_smem, kBytes);
         } else {
@@ -396,7 +418,7 @@ struct Sender {
     }
 };
 
-// Writes dK and dV out of shared memory. If they do not fit there, it only passes on the news that
+// Writes dK and dV out of shared memory. If they do not fit there, it only tells the others that
 // consumers are done.
 template <int HS, class Y>
 __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
@@ -414,9 +436,11 @@ __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
         if constexpr (SharedMemory<HS, Y>::kDkvFits) {
             const uint32_t dk = smem_address(shared.dk(w));
             const uint32_t dv = smem_address(shared.dv());
-            for (int d = 0; d < HS; d += 128 / sizeof(Y)) {  // panels
-                tma_store_4d(&args.dk, dk + d * Tiles::Bc * sizeof(Y), d, h, t, b);
-                tma_store_4d(&args.dv, dv + d * Tiles::Bc * sizeof(Y), d, h, t, b);
+            constexpr int kPanel = kRowBytes / sizeof(Y);  // columns
+            for (int d = 0; d < HS; d += kPanel) {
+                const int panel = d / kPanel * Tiles::Bc * kRowBytes;
+                tma_store_4d(&args.dk, dk + panel, d, h, t, b);
+                tma_store_4d(&args.dv, dv + panel, d, h, t, b);
             }
         }
         bulk_commit();
@@ -433,46 +457,49 @@ __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
 // 16-byte piece c at c ^ (r % 8), so an xor with 32·k goes to column 16·k of the panel.
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int lane) {
     const int piece = (lane / 16) ^ (lane % 8);
-    return tile + (row + lane % 16) * 128 + (piece << 4);
+    return tile + (row + lane % 16) * kRowBytes + (piece << 4);
 }
 
-// Puts factor·c into shared memory as Y: 16 rows from `row` of a tile whose panels have `rows`.
+// Puts factor·c into shared memory as Y: rows [row, row + 16) of a tile whose panels have `rows`
+// rows. In fp32 a fragment's row is two 16-byte pieces, and a piece is two lanes' pairs.
 template <class Y, int N>
 __device__ __forceinline__ void store_tile_swizzled(const float (&c)[N][4], float factor,
                                                     void* tile, int row, int rows) {
     const uint32_t block = block16(smem_address(tile), row, lane_id());
     unsigned char* const mine =
-        static_cast<unsigned char*>(tile) + (row + lane_id() / 4) * 128 + lane_id() % 2 * 8;
+        static_cast<unsigned char*>(tile) + (row + lane_id() / 4) * kRowBytes + lane_id() % 2 * 8;
     for (int n = 0; n < N; n += 2) {
-        if constexpr (std::is_same_v<Y, bf16>) {
-            uint32_t a[4];
-            for (int i = 0; i < 4; i++)
-                a[i] = pack_bf16(factor * c[n + i / 2][i % 2 * 2],
-                                 factor * c[n + i / 2][i % 2 * 2 + 1]);
-            const uint32_t column = (n % 8) << 4;  // bytes in the panel
-            const uint32_t panel = n / 8 * rows * 128;
-            stmatrix_x4((block ^ column) + panel, a);
-        } else {
-            for (int i = 0; i < 4; i++) {
-                const int piece =
-                    2 * ((n + i / 2) % 4) + lane_id() % 4 / 2;  // 16 bytes, two lanes'
-                const int swizzled = piece ^ (lane_id() / 4);   // row % 8 is lane / 4
-                const int r = i % 2;
-                *reinterpret_cast<float2*>(mine + (n / 4 * rows + 8 * r) * 128 + swizzled * 16) =
-                    make_float2(factor * c[n + i / 2][2 * r], factor * c[n + i / 2][2 * r + 1]);
+        uint32_t packed[4];
+        for (int right = 0; right < 2; right++)
+            for (int r = 0; r < 2; r++) {
+                const float x = factor * c[n + right][2 * r];
+                const float y = factor * c[n + right][2 * r + 1];
+                if constexpr (std::is_same_v<Y, bf16>) {
+                    packed[2 * right + r] = pack_bf16(x, y);
+                } else {
+                    const int piece = 2 * ((n + right) % 4) + lane_id() % 4 / 2;
+                    const int swizzled = piece ^ (lane_id() / 4);  // row % 8 is lane / 4
+                    const int panel_row = n / 4 * rows + 8 * r;
+                    *reinterpret_cast<float2*>(mine + panel_row * kRowBytes + swizzled * 16) =
+                        make_float2(x, y);
+                }
             }
+        if constexpr (std::is_same_v<Y, bf16>) {
+            const uint32_t column = (n % 8) << 4;  // bytes in the panel
+            const uint32_t panel = n / 8 * rows * kRowBytes;
+            stmatrix_x4((block ^ column) + panel, packed);
         }
     }
 }
 
-// Writes factor·c, 16 rows, to the tokens from t0 on, but none at or past `end`.
+// Writes factor·c, 16 rows, to the head's tokens from t0 on, but none at or past `end`.
 template <int N>
 __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor, float* head,
-                                           size_t token, int t0, int end) {
+                                           size_t token_stride, int t0, int end) {
     const int lane = lane_id();
     for (int r = 0; r < 2; r++) {
         const int t = t0 + 8 * r + lane / 4;
-        float2* to = reinterpret_cast<float2*>(head + t * token) + lane % 4;
+        float2* to = reinterpret_cast<float2*>(head + t * token_stride) + lane % 4;
         for (int n = 0; n < N && t < end; n++)
             to[4 * n] = make_float2(factor * c[n][2 * r], factor * c[n][2 * r + 1]);
     }
@@ -480,8 +507,8 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
 
 // Starts d = A Bᵀ over the head size, for Sᵀ and dPᵀ. a and b describe rows of keys and of queries.
 template <int HS>
-__device__ __forceinline__ void multiply_abt(float (&d)[BackwardTiles<HS>::Br / 8][4], uint64_t a,
-                                             uint64_t b) {
+__device__ __forceinline__ void start_abt(float (&d)[BackwardTiles<HS>::Br / 8][4], uint64_t a,
+                                          uint64_t b) {
     wgmma_fence();
     wgmma_ss_set(d, a, b);
     for (int kk = 1; kk < HS / 16; kk++)
@@ -491,10 +518,10 @@ __device__ __forceinline__ void multiply_abt(float (&d)[BackwardTiles<HS>::Br / 
 }
 // Starts d += A B over the queries, for dV and dK. B is a tile of dO or Q in shared memory.
 template <int HS>
-__device__ __forceinline__ void add_ab(float (&d)[HS / 8][4],
-                                       const uint32_t (&a)[BackwardTiles<HS>::Br / 16][4],
-                                       uint32_t b) {
-    const uint64_t transposed = wgmma_descriptor(b, BackwardTiles<HS>::Br * 128);
+__device__ __forceinline__ void start_add_ab(float (&d)[HS / 8][4],
+                                             const uint32_t (&a)[BackwardTiles<HS>::Br / 16][4],
+                                             uint32_t b) {
+    const uint64_t transposed = wgmma_descriptor(b, BackwardTiles<HS>::Br * kRowBytes);
     wgmma_fence_operand(d);
     wgmma_fence();
     for (int kk = 0; kk < BackwardTiles<HS>::Br / 16; kk++)
@@ -502,10 +529,14 @@ __device__ __forceinline__ void add_ab(float (&d)[HS / 8][4],
     wgmma_commit();
 }
 
-// The named barriers of both consumers. kTurn + wg is consumer wg's turn.
-enum NamedBarrier { kLastRead = 2, kTurn };
+// The named barriers of both consumers.
+enum NamedBarrier {
+    kLastRead = 2,
+    kTurn = 3,  // and 4: kTurn + wg is consumer wg's turn
+};
 
 // Consumers alternate, so that one's exponentials run while the tensor cores work for the other.
+// A consumer's barrier opens when all its threads wait and all of the other's have passed on.
 struct Turns {
     int wg;
 
@@ -519,8 +550,9 @@ struct Turns {
 
 // -------------------------------------------------------------------------------------------------
 // A consumer: the registers of a warpgroup, and what it does with them. The rows of accumulators
-// are keys, but those of dQ are queries. A warp has 16 rows of each 64, and a thread has elements
-// of rows lane/4 and lane/4 + 8 of these.
+// are keys, but those of dQ are queries. Of its warp's 16 rows a thread has lane/4 and lane/4 + 8,
+// here r = 0 and 1. Fragment c of S or dP has columns, which are queries, 8c … 8c + 7, of which a
+// lane has two (fragments.cuh).
 
 template <int HS, class Y>
 struct Consumer {
@@ -540,7 +572,7 @@ struct Consumer {
     int n = 0;
     QueryWalk walk;  // over its query tiles; the n-th is walk.i
     int s_w = 0;
-    BackwardWorkTile s_tile;  // the work tile of S, which is a query tile ahead: tile or the next
+    BackwardWorkTile s_tile;  // the s_w-th, whose S comes next: `tile` or the one after it
 
     float s[Br / 8][4];       // Sᵀ, then Pᵀ
     float dp[Br / 8][4];      // dPᵀ
@@ -548,7 +580,7 @@ struct Consumer {
     uint32_t ds[Br / 16][4];  // dSᵀ as A operand
     float dv[HS / 8][4];
     float dk[HS / 8][4];
-    float dq[8][4];  // 64 × 64, by queries at HS 64, by columns at HS 128
+    float dq[8][4];  // this consumer's half of dQ
 
     // The shuffle tells the compiler that `warp` is uniform.
     __device__ __forceinline__ Consumer(const BackwardArgs<HS, Y>& args,
@@ -571,8 +603,8 @@ struct Consumer {
     }
 
     // Query tile n, whose S(n) is there when it begins:
-    //   start dP(n) · signal dQ(n−2) · my turn: P(n) · dV += Pᵀ dO · the other's turn · dS(n)
-    //   · dK += dSᵀ Q · start dQ(n−1) · start S(n+1) · store dQ(n−1)
+    //   start dP(n) · signal dQ(n−2) · my turn: P(n) · start dV += Pᵀ dO · the other's turn ·
+    //   dS(n) · start dK += dSᵀ Q · start dQ(n−1) · start S(n+1) · store dQ(n−1)
     // At HS 128, with half as many exponentials, the other's turn comes after dK instead. In the
     // last query tile S(n+1) is the next work tile's first.
     __device__ __forceinline__ void process_work_tile() {
@@ -582,17 +614,17 @@ struct Consumer {
         clear(dv);
         shared.v_full.wait(w);
 
-        const int first = n;
+        const int first = n;  // the work tile's first query tile
 #pragma unroll 1
         do {
             start_dp();
             if (n - 1 > first)
-                signal_dq(n - 2);  // its stores are done by now
+                signal_dq(n - 2);  // its stores, in the last iteration, are done by now
 
             turns.wait_for_mine();
             mask();
             exponentials();  // P(n)
-            add_ab<HS>(dv, p, shared.dout.address(n));
+            start_add_ab<HS>(dv, p, shared.dout.address(n));
             if (HS == 64)
                 turns.pass_on();
 
@@ -605,11 +637,11 @@ struct Consumer {
             softmax_gradient();  // dS(n), while dV runs
             store_ds();
             wgmma_wait<0>(dv);
-            clear(dq);  // else its old values hold registers all tile long
+            clear(dq);  // or else its old values would hold registers all tile long
             wgmma_fence_operand(dq);
 
             // [quote]
-            add_ab<HS>(dk, ds, shared.q.address(n));
+            start_add_ab<HS>(dk, ds, shared.q.address(n));
             fence_proxy_async();  // of dS, whose stores are done by now
             shared.ds_full.arrive(n);
             if (HS == 128)
@@ -617,7 +649,7 @@ struct Consumer {
             if (n > first)
                 start_dq(n - 1);  // dS(n) of the other consumer may still be on its way
             wgmma_fence();
-            wgmma_commit();  // dQ(n − 1), or nothing
+            wgmma_commit();  // dQ(n − 1), or an empty group
             if (walk.left == 1)
                 next_s_tile();
             start_s(n + 1);
@@ -629,14 +661,14 @@ struct Consumer {
                 shared.ds_empty.arrive(n - 1);
                 store_dq(n - 1, walk.previous());
             }
-            // If it were in flight at the loop's end, the compiler would serialize all products
+            // If S were in flight at the loop's end, the compiler would serialize all products
             // (C7514).
             wgmma_wait<0>(s);
             n++;
             ++walk;
         } while (walk.left > 0);
 
-        // After the last query tile, n − 1, its dQ is still due, and dK and dV.
+        // n − 1 was the last query tile. Its dQ is still due, and dK and dV are to be stored.
         start_dq(n - 1);
         wgmma_commit();
         if (n - 1 > first)
@@ -660,22 +692,24 @@ struct Consumer {
     }
 
     // Starts Sᵀ of query tile n. After the last work tile it multiplies whatever is there, and
-    // nobody reads the result. Under a condition the compiler would clear s where it does not hold,
-    // or serialize all products (C7512).
+    // nobody reads the result. If the product depended on a condition, the compiler would clear s
+    // where that does not hold, or serialize all products (C7512).
     __device__ __forceinline__ void start_s(int n) {
         if (s_tile.k_tile >= 0)
             shared.q_full.wait(n);
-        multiply_abt<HS>(s, wgmma_descriptor(shared.k.address(s_w) + 64 * wg * 128),
-                         wgmma_descriptor(shared.q.address(n)));
+        start_abt<HS>(s, wgmma_descriptor(shared.k.address(s_w) + 64 * wg * kRowBytes),
+                      wgmma_descriptor(shared.q.address(n)));
     }
     __device__ __forceinline__ void start_dp() {
-        multiply_abt<HS>(dp, wgmma_descriptor(shared.v.address(w) + 64 * wg * 128),
-                         wgmma_descriptor(shared.dout.address(n)));
+        start_abt<HS>(dp, wgmma_descriptor(shared.v.address(w) + 64 * wg * kRowBytes),
+                      wgmma_descriptor(shared.dout.address(n)));
     }
+    // Starts this consumer's half of query tile n's dQ, and leaves the commit to the caller.
     __device__ __forceinline__ void start_dq(int n) {
         shared.ds_full.wait(n);
-        const uint32_t ds_half = shared.ds.address(n) + (HS == 64 ? wg * Bc * 128 : 0);
-        const uint32_t k_half = shared.k.address(w) + (HS == 128 ? wg : 0) * Bc * 128;
+        // Half of the queries is a panel of dS, half of the columns is a panel of K.
+        const uint32_t ds_half = shared.ds.address(n) + (HS == 64 ? wg : 0) * Bc * kRowBytes;
+        const uint32_t k_half = shared.k.address(w) + (HS == 128 ? wg : 0) * Bc * kRowBytes;
         const uint64_t ds_transposed = wgmma_descriptor(ds_half);
         const uint64_t k_transposed = wgmma_descriptor(k_half);
         wgmma_fence();
@@ -684,7 +718,7 @@ struct Consumer {
                                  wgmma_row_step(k_transposed, kk), kk > 0);
     }
 
-    // Sets what the queries may not see, in the rows of this warp, to −∞.
+    // Sets S to −∞ where the query does not see the key.
     __device__ __forceinline__ void mask() {
         const int k0 = tile.k_tile * Bc;
         const int q0 = walk.i * Br;
@@ -697,7 +731,7 @@ struct Consumer {
         const int lane = lane_id();  // a register less in the loop
         for (int r = 0; r < 2; r++) {
             const int key = k0 + row + 8 * r + lane / 4;
-            // The first so many of the queries from this lane's first on do not see the key.
+            // How many columns come before those that see the key, counted from this lane's first.
             const int hidden = (key < Tk ? key - shift - q0 : Br) - lane % 4 * 2;
             for (int c = 0; c < Br / 8; c++)
                 for (int e = 0; e < 2; e++)
@@ -706,19 +740,19 @@ struct Consumer {
         }
     }
 
-    // log2(e)·lse of this lane's columns 8c and 8c + 1 is at [4c], and their D is Br / 2 further
-    // on.
-    __device__ __forceinline__ const float2* row_stats() const {
-        return reinterpret_cast<const float2*>(&shared.row_stats[n]) + threadIdx.x % 4;
+    // Of a statistic of the queries, those of this lane's two columns of fragment c.
+    static __device__ __forceinline__ float2 of_columns(const float (&stat)[Br], int c) {
+        return reinterpret_cast<const float2*>(stat)[4 * c + threadIdx.x % 4];
     }
 
     // s becomes Pᵀ, and p that as an operand.
     __device__ __forceinline__ void exponentials() {
-        const float2* const lse_log2 = row_stats();
+        const auto& stats = shared.row_stats[n];
         for (int c = 0; c < Br / 8; c++) {
-            const float2 L = lse_log2[4 * c];
+            const float2 lse_log2 = of_columns(stats.lse_log2, c);
             for (int e = 0; e < 4; e++)
-                s[c][e] = exp2_approx(s[c][e] * args.scale_log2 - (e % 2 ? L.y : L.x));
+                s[c][e] =
+                    exp2_approx(s[c][e] * args.scale_log2 - (e % 2 == 0 ? lse_log2.x : lse_log2.y));
             p[c / 2][c % 2 * 2] = pack_bf16(s[c][0], s[c][1]);
             p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
         }
@@ -726,12 +760,12 @@ struct Consumer {
 
     // ds = P∘(dP − D), transposed.
     __device__ __forceinline__ void softmax_gradient() {
-        const float2* const D_of_columns = row_stats() + Br / 2;
+        const auto& stats = shared.row_stats[n];
         for (int c = 0; c < Br / 8; c++) {
-            const float2 D = D_of_columns[4 * c];
+            const float2 D = of_columns(stats.D, c);
             float x[4];
             for (int e = 0; e < 4; e++)
-                x[e] = s[c][e] * (dp[c][e] - (e % 2 ? D.y : D.x));
+                x[e] = s[c][e] * (dp[c][e] - (e % 2 == 0 ? D.x : D.y));
             ds[c / 2][c % 2 * 2] = pack_bf16(x[0], x[1]);
             ds[c / 2][c % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
         }
@@ -741,15 +775,15 @@ struct Consumer {
         const uint32_t block = block16(shared.ds.address(n), row, threadIdx.x % 32);
         for (int kk = 0; kk < Br / 16; kk++) {
             const uint32_t column = (kk % 4) << 5;  // bytes in the panel
-            const uint32_t panel = kk / 4 * Bc * 128;
+            const uint32_t panel = kk / 4 * Bc * kRowBytes;
             stmatrix_x4((block ^ column) + panel, ds[kk]);
         }
     }
 
-    // Puts dQ(n), of query tile i, where its sender looks. The last part becomes the whole dQ here,
-    // with the sum of the others.
+    // Puts dQ(n), which is this work tile's part of query tile i's dQ, where the sender takes it
+    // from. If it is the last part, the others are added here, and it becomes dQ itself.
     __device__ __forceinline__ void store_dq(int n, int i) {
-        const DqPart part = args.scheduler.dq_part(tile, walk, i);
+        const DqPart part = args.scheduler.dq_part(tile, walk.forwards(), i);
         if (part.is_last() && !part.is_first())
             add_other_parts(part, i);
         shared.dq_empty[wg].wait(n);
@@ -775,7 +809,8 @@ struct Consumer {
             dq[c][3] += x.w;
         }
     }
-    // Later than store_dq, because the fence waits until the stores are done.
+    // Tells the sender. Called later than store_dq, because the fence waits until the stores are
+    // done.
     __device__ __forceinline__ void signal_dq(int n) const {
         fence_proxy_async();
         shared.dq_full[wg].arrive(n);
@@ -816,14 +851,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
 
     if (threadIdx.x >= 128) {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<kConsumerRegisters>();
         Consumer<HS, Y>(args, shared).run();
         return;
     }
 
-    setmaxnreg_dec<24>();
-    // prepare_kernel writes lse and D, semaphores, the ticket and zeros. Consumers use them only
-    // after k_full.
+    setmaxnreg_dec<kOtherRegisters>();
+    // Until prepare_kernel has written lse, D, the semaphores and the ticket. Consumers use them
+    // only after k_full, which the loader arrives at later.
     grid_wait_dependency();
     // Each role is in a warp of its own, because lanes of a warp wait for one another.
     if (threadIdx.x == 0)
@@ -842,17 +877,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-// Where each part of scratch begins.
+// Where the parts of scratch begin, in bytes. The first, row_stats, begins at 0.
 template <int HS>
 struct Scratch {
-    size_t dq_sum, semaphores, ticket, bytes;
+    size_t dq_sum;
+    size_t semaphores;
+    size_t ticket;
+    size_t bytes;  // in all
+
     explicit Scratch(const AttentionShape& s) {
+        using Tiles = BackwardTiles<HS>;
         const typename BackwardArgs<HS, bf16>::TileScheduler scheduler(s);
-        const size_t tiles = static_cast<size_t>(scheduler.heads) * scheduler.q_tiles;
-        dq_sum = tiles * 2 * BackwardTiles<HS>::Br * sizeof(float);
-        semaphores = dq_sum + scheduler.sums * 2 * BackwardTiles<HS>::kDqElements * sizeof(float);
-        ticket = semaphores +
-                 scheduler.semaphore_index(scheduler.heads, 0) * kSemaphoreInts * sizeof(int);
+        const size_t q_tiles = static_cast<size_t>(scheduler.heads) * scheduler.q_tiles;
+
+        dq_sum = q_tiles * sizeof(typename Tiles::RowStats);
+        semaphores = dq_sum + scheduler.sums * kConsumers * Tiles::kDqHalf * sizeof(float);
+        ticket = semaphores + q_tiles * kConsumers * kSemaphoreInts * sizeof(int);
         bytes = ticket + sizeof(int);
     }
 };
@@ -885,7 +925,7 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                              .scheduler = scheduler,
                              .scale = s.resolved_scale(),
                              .scale_log2 = s.scale_log2(),
-                             .lse_D = reinterpret_cast<float*>(at),
+                             .row_stats = reinterpret_cast<float*>(at),
                              .dq_sum = reinterpret_cast<float*>(at + scratch.dq_sum),
                              .dq_semaphores = reinterpret_cast<int*>(at + scratch.semaphores),
                              .ticket = reinterpret_cast<int*>(at + scratch.ticket)};
@@ -898,7 +938,8 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     const auto kernel = backward_kernel<HS, Y>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     sizeof(SharedMemory<HS, Y>)));
-    cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks
+    // The kernel may start while prepare_kernel's last blocks run.
+    cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};

@@ -79,8 +79,13 @@ struct DqPart {
 
 template <int Br, int Bc>  // queries and keys of a tile
 struct BackwardTileScheduler {
-    int NH, heads, Tq, Tk, shift;  // heads = B·NH; query i sees keys j ≤ i + shift
-    int q_tiles, k_tiles;
+    int NH;
+    int heads;  // B·NH
+    int Tq;
+    int Tk;
+    int shift;  // query i sees keys j ≤ i + shift
+    int q_tiles;
+    int k_tiles;
     bool masked;    // some query does not see some key
     int group;      // heads that are worked on together
     int period;     // if group is 1: every period-th head walks backwards
@@ -96,14 +101,17 @@ struct BackwardTileScheduler {
         masked = shift < s.Tk - 1;
 
         // Q, dO and the sum of dQ of a group's heads fill half of L2.
-        const int group_tiles = (24 << 20) / (Br * s.HS * 8);
-        const int most = 2048 / s.HS;
-        group = std::clamp(group_tiles / q_tiles, 1, most);
+        constexpr int kHalfOfL2 = 24 << 20;
+        constexpr int kBytes = 2 * sizeof(bf16) + sizeof(float);  // an element of the three
+        const int group_tiles = kHalfOfL2 / (Br * s.HS * kBytes);
+        const int most_heads = 2048 / s.HS;
+        group = std::clamp(group_tiles / q_tiles, 1, most_heads);
         period = NH % 3 == 0 ? 3 : 2;
 
-        // With room for 3 large heads the 4th would wait, because last key tiles are slow.
+        // Room for 3 groups. If a group is a single large head, room for 3 would make the 4th wait,
+        // because last key tiles are slow.
         sum_heads = std::min(heads, std::max(6, 3 * group));
-        sums = std::min<size_t>(std::min(heads, 3 * most) * size_t(q_tiles),
+        sums = std::min<size_t>(std::min(heads, 3 * most_heads) * size_t(q_tiles),
                                 std::max(3 * group_tiles, 6 * q_tiles));
     }
 
@@ -117,10 +125,10 @@ struct BackwardTileScheduler {
         const int tiles_of_group = group * k_tiles;
         const int first = later / tiles_of_group * group;  // the group's first head
         const int size = min(group, heads - first);        // the last group may be smaller
-        const int i = later % tiles_of_group;
-        const int row = i / size;
+        const int i = later % tiles_of_group;              // later tickets of the group
+        const int to_come = i / size;  // key tiles of this head with later tickets
         const int bh = first + i % size;
-        return {.k_tile = walks_forwards(bh) ? row : k_tiles - 1 - row, .bh = bh};
+        return {.k_tile = walks_forwards(bh) ? to_come : k_tiles - 1 - to_come, .bh = bh};
     }
 
     // A head's direction depends on its own number and the shape alone, because it decides in which
@@ -137,16 +145,15 @@ struct BackwardTileScheduler {
                 .left = q_tiles - first};
     }
 
-    // The part of a work tile in the dQ of query tile i.
-    __device__ __forceinline__ DqPart dq_part(BackwardWorkTile tile, const QueryWalk& walk,
-                                              int i) const {
-        const int last_k_tile = min(k_tiles - 1, ((i + 1) * Br - 1 + shift) / Bc);
-        return {.number = walk.forwards() ? last_k_tile - tile.k_tile : tile.k_tile,
-                .last = last_k_tile};
+    // The part of a work tile in the dQ of query tile i. `forwards`: how its head walks.
+    __device__ __forceinline__ DqPart dq_part(BackwardWorkTile tile, bool forwards, int i) const {
+        const int last_query = (i + 1) * Br - 1;
+        const int last_k_tile = min(k_tiles - 1, (last_query + shift) / Bc);
+        return {.number = forwards ? last_k_tile - tile.k_tile : tile.k_tile, .last = last_k_tile};
     }
 
-    // Where the sum and the semaphore of a head's query tile 0 are, for each of two warpgroups.
-    // Those of query tile i are 2i further on.
+    // The numbers of the sum and the semaphore of a head's query tile 0, for each of two
+    // warpgroups. Those of query tile i are 2i further on.
     __device__ __forceinline__ int sum_index(int bh, int wg) const {
         return (bh % sum_heads) * q_tiles * 2 + wg;
     }
