@@ -1,5 +1,5 @@
 // Flash attention forward and backward with fp32's accuracy on tensor cores: mma.sync on split fp16
-// (sm_80+). It is flash_bf16's loop with four ideas more.
+// (sm_80+). It is flash_bf16's loop with four more ideas.
 //
 // 1. The split (fp16_pairs.cuh). An fp32 operand is a pair of fp16 numbers, 22 bits in all:
 //
@@ -21,13 +21,13 @@
 //
 //      scale of        in product     undone in
 //      Q, K            S = Q Kᵀ       the factor that turns S into an exponent of 2
-//      P, 2^14; V      O += P V       the factor with which a tile's product is added, likewise:
-//      P, 2^14; dO     dV += Pᵀ dO
-//      dS; K           dQ += dS K     dS has the scale of its own largest magnitude
-//      dS; Q           dK += dSᵀ Q
+//      P, 2^14; V      O += P V       the factor with which the tile's product is added to O
+//      P, 2^14; dO     dV += Pᵀ dO    likewise
+//      dS; K           dQ += dS K     likewise; dS has the scale of its own largest magnitude
+//      dS; Q           dK += dSᵀ Q    likewise
 //      dO, V           dP = dO Vᵀ     the FMA dP·unit − D
 //
-// 4. The softmax, of which an error would be the same for a whole row and not average out.
+// 4. The softmax. An error in l, lse or D is shared by a whole row, so it does not average out.
 //    Forward, for one tile of Br query rows against one tile of Bc keys at a time:
 //
 //      S  = scale·Q Kᵀ                (Br × Bc, fp32 registers)
@@ -77,10 +77,16 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // Tiles. A warp owns kWarpTiles MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a
 // thread may have 255 registers. On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89
-// and sm_120 have only 99 KB in all. An element takes 4 bytes as a float and 4 as a pair of halves.
+// and sm_120 have only 99 KB in all.
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
+// Bytes of an element.
+constexpr int kHalfBytes = 2;
+constexpr int kPairBytes = 2 * kHalfBytes;
+constexpr int kFloatBytes = 4;
+// Of an element of both tensors of a Stream.
+constexpr int kStreamedBytes = 2 * (kPairBytes + kFloatBytes);
 template <int HS>
 constexpr int kWarpTiles = HS == 64 ? 2 : 1;
 
@@ -91,8 +97,8 @@ struct ForwardTiles {
     static constexpr int Sub = 32;  // keys at a time
 
     // 80 KB: K and V as pairs (at first Q's hi part is there), K and V as floats, Q's lo part
-    static constexpr int QLo = 16 * Bc * HS;
-    static constexpr int Smem = QLo + 2 * Br * HS;
+    static constexpr int QLo = kStreamedBytes * Bc * HS;
+    static constexpr int Smem = QLo + kHalfBytes * Br * HS;
 };
 
 template <int HS>
@@ -100,8 +106,11 @@ struct DqTiles {
     static constexpr int Br = kWarps * kWarpTiles<HS> * 16;
     static constexpr int Bc = HS == 64 ? 32 : 16;
 
-    // 96 KB: Q and dO as pairs, then K and V as pairs and as floats
-    static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;
+    // 96 KB: Q and dO as pairs, then K and V as pairs and as floats. Offsets in bytes:
+    static constexpr int Lo = kHalfBytes * Br * HS;  // from a hi part to its lo part
+    static constexpr int Do = kPairBytes * Br * HS;
+    static constexpr int Kv = 2 * Do;
+    static constexpr int Smem = Kv + kStreamedBytes * Bc * HS;
 };
 
 template <int HS>
@@ -109,14 +118,21 @@ struct DkdvTiles {
     static constexpr int Bc = kWarps * kWarpTiles<HS> * 16;
     static constexpr int Br = HS == 64 ? 32 : 16;
 
-    // Just over 96 KB: K and V as pairs, then Q and dO as pairs and as floats, then RowStats
-    static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 12;
+    // Just over 96 KB: K and V as pairs, then Q and dO as pairs and as floats, then RowStats.
+    // Offsets in bytes:
+    static constexpr int Lo = kHalfBytes * Bc * HS;  // from a hi part to its lo part
+    static constexpr int V = kPairBytes * Bc * HS;
+    static constexpr int QDo = 2 * V;
+    static constexpr int Stats = QDo + kStreamedBytes * Br * HS;
+    static constexpr int Smem = Stats + 2 * Br * static_cast<int>(sizeof(LseD) + sizeof(float));
 };
 
 // -------------------------------------------------------------------------------------------------
 // Forward
 
-constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
+// The tensor cores get P times 2^14, and P ≤ 2.
+constexpr int kPExponent = 14;
+constexpr float kPScale = 1 << kPExponent;
 constexpr float kLn2 = static_cast<float>(M_LN2);
 constexpr float kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 constexpr float kLog2eRest = static_cast<float>(M_LOG2E - kLog2e);
@@ -164,7 +180,8 @@ struct alignas(8 * M) Excess {
 template <int HS>
 struct Softmax {
     static constexpr int M = kWarpTiles<HS>;
-    float l[M][2] = {}, m[M][2];  // l is of this lane's columns until finish
+    float l[M][2] = {};  // of this lane's columns until finish
+    float m[M][2];       // times log2(e)
 
     __device__ __forceinline__ Softmax() {
         for (int i = 0; i < M; i++)
@@ -283,14 +300,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     uint32_t q_hi[HS / 16][M][4];
     __shared__ float q_unit[kWarps];  // the loop leaves no register for it
     {
-        unsigned char* rows = smem + warp_row * HS * 2;
+        unsigned char* rows = smem + warp_row * HS * kHalfBytes;
         q_unit[threadIdx.x / 32] = keep_rows<HS, 16 * M, Tiles::QLo>(
             rows, w.head<HS>(p.q), p.q.token_stride, first_q(), p.Tq);
         __syncwarp();
         for (int kk = 0; kk < HS / 16; kk++)
             load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
     }
-    const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
+    const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * kHalfBytes;
 
     float o[M][HS / 8][4] = {};
     Softmax<HS> softmax;
@@ -309,29 +326,31 @@ __global__ void __launch_bounds__(kThreads, 2)
         // Not 0, whatever underflows, because the mask's −∞ times it must stay −∞.
         const float s_unit = fmaxf(
             FLT_MIN, p.scale_log2 * q_unit[opaque_thread_idx() / 32] * power_of_two(-k_exponent));
-        const float o_unit = power_of_two(-v_exponent - 14);
+        const float o_unit = power_of_two(-v_exponent - kPExponent);
 // without it the compiler keeps the loop too, but orders the instructions otherwise
 #pragma unroll 1
         for (int sub = Bc - Sub; sub >= 0; sub -= Sub) {
             const int k0 = j * Bc + sub;
-            const int first_row = k0 - p.shift - first_q();  // the warp's first that sees key k0
+            // The warp's first row that sees key k0, as if it had rows before its first, too. Row
+            // first_row + i is the first that sees key k0 + i.
+            const int first_row = k0 - p.shift - first_q();
             const bool none_sees = k0 >= p.Tk || first_row > 16 * M - 1;
             if (none_sees)
                 continue;
 
-            const auto k_tile = kv.x_tile().at(sub * HS * 2);
-            const auto v_tile = kv.y_tile().at(sub * HS * 2);
+            const auto k_tile = kv.x_tile().at(sub * HS * kHalfBytes);
+            const auto v_tile = kv.y_tile().at(sub * HS * kHalfBytes);
 
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
                 multiply_qk<HS>(s, q_hi, q_lo_tile, k_tile);
 
-                // Row i of the warp sees key k0 + j if i ≥ first_row + j.
                 if constexpr (decltype(masked)::value) {
                     const int lane = opaque_thread_idx() % 32;
                     for (int i = 0; i < M; i++)
                         for (int e = 0; e < 4; e++) {
                             const int row = 16 * i + e / 2 * 8 + lane / 4;
+                            // How many columns it sees, counted from this lane's first.
                             const int visible = min(p.Tk - k0, row + 1 - first_row) - lane % 4 * 2;
                             for (int n = 0; n < Sub / 8; n++)
                                 if (8 * n + e % 2 >= visible)
@@ -345,7 +364,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                 pack_a(p_hi, p_lo, s, kPScale);
                 add_ab<HS, Sub>(o, p_hi, p_lo, v_tile, o_unit);
             };
-            const bool needs_mask = k0 + Sub > p.Tk || first_row > 1 - Sub;
+            const bool row_0_sees_all = first_row + Sub - 1 <= 0;
+            const bool needs_mask = k0 + Sub > p.Tk || !row_0_sees_all;
             if (needs_mask)
                 step(std::true_type{});
             else
@@ -380,8 +400,11 @@ struct BackwardArgs {
     HeadsView<const float> dout, out;
     RowStatsView<const float> lse;
     RowStatsView<const float> lse_rest;  // null in a call with all of its rows' keys
-    LseD* lse_D;                         // (B, NH, Tq), of which D has been multiplied by factor
-    float* factors;                      // (B, NH, Tq), of P, for what log2(e)·lse has no bits for
+    LseD* lse_D;                         // (B, NH, Tq); D has been multiplied by the query's factor
+    // (B, NH, Tq): 2^(lse_log2 − log2(e)·lse), for what lse_log2 has no bits for. P should be
+    // multiplied by it. Instead dkdv_kernel multiplies dO by it, and dq_kernel D, which comes to
+    // the same in dV and dS.
+    float* factors;
     HeadsView<float> dq, dk, dv;
 };
 
@@ -420,25 +443,26 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
                                           const BackwardArgs& args, const WorkTile& w,
                                           FirstRow first_q) {
     constexpr int Rows = 16 * M;
-    constexpr int QLo = DqTiles<HS>::Br * HS * 2;
+    constexpr int Lo = DqTiles<HS>::Lo;
+    unsigned char* const do_rows = q_rows + DqTiles<HS>::Do;
     const Problem<float>& p = args.p;
-    const PairTile<QLo> q_tile{smem_address(q_rows)};
-    const PairTile<QLo> do_tile = q_tile.at(2 * QLo);
+    const PairTile<Lo> q_tile{smem_address(q_rows)};
+    const PairTile<Lo> do_tile = q_tile.at(DqTiles<HS>::Do);
     const int lane = threadIdx.x % 32;
     // Row g of an 8×8 block has its diagonal element in lane 4·g + g/2, which is its (g % 2)-th.
     const int g = lane / 4;
     const int src_lane = 4 * g + g / 2;
-    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, w.head<HS>(args.dout),
-                                       args.dout.token_stride, first_q(), p.Tq);
+    do_unit = keep_rows<HS, Rows, Lo>(do_rows, w.head<HS>(args.dout), args.dout.token_stride,
+                                      first_q(), p.Tq);
     float d[M][2 * M][4] = {};
-    const float d_unit = do_unit * keep_rows<HS, Rows, QLo>(q_rows, w.head<HS>(args.out),
-                                                            args.out.token_stride, first_q(), p.Tq);
+    const float d_unit = do_unit * keep_rows<HS, Rows, Lo>(q_rows, w.head<HS>(args.out),
+                                                           args.out.token_stride, first_q(), p.Tq);
     __syncwarp();
-    // Always so. The branch keeps 8 bytes from spilling.
+    // It is never null, but the branch keeps 8 bytes from spilling.
     if (args.out.ptr)
         multiply_abt<HS, 1>(d, do_tile, q_tile);
     __syncwarp();  // Q takes O's place
-    q_unit = keep_rows<HS, Rows, QLo>(q_rows, w.head<HS>(p.q), p.q.token_stride, first_q(), p.Tq);
+    q_unit = keep_rows<HS, Rows, Lo>(q_rows, w.head<HS>(p.q), p.q.token_stride, first_q(), p.Tq);
     __syncwarp();
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
@@ -494,8 +518,8 @@ __device__ __forceinline__ void correct_rows(float (&dq)[M][HS / 8][4], float (&
     constexpr int Rows = 16 * M;
     const Problem<float>& p = args.p;
 
-    // dq has D's error times the weighted mean key Σ P K. The plain mean stands in
-    // for it, to save a product.
+    // dq has D's error times the weighted mean key Σ P K. The plain mean stands in for it, to save
+    // a product.
     float2 k_mean[HS / 8];
     const bool whole_row = !args.lse_rest.ptr;
     if (whole_row) {
@@ -526,14 +550,14 @@ __device__ __forceinline__ void correct_rows(float (&dq)[M][HS / 8][4], float (&
                 change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
             }
 
-            const float factor = p.scale * (1.f - kLn2 * change);
-            scale_row(dq, i, r, factor);
+            const float p_change = 1.f - kLn2 * change;  // 2^−change: it corrects P, and so dq
+            scale_row(dq, i, r, p.scale * p_change);
             if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
                 const float lse = lse_log2[i][r] + change;
                 const float rest = (lse_log2[i][r] - lse) + change;
-                const float f = 1.f - kLn2 * rest;
-                args.lse_D[at] = {.lse_log2 = lse, .D = D[i][r] * f};
-                args.factors[at] = f;
+                const float factor = 1.f - kLn2 * rest;
+                args.lse_D[at] = {.lse_log2 = lse, .D = D[i][r] * factor};
+                args.factors[at] = factor;
             }
         }
 }
@@ -547,11 +571,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int Bc = Tiles::Bc;
     constexpr int M = kWarpTiles<HS>;
     constexpr int Rows = 16 * M;
-    constexpr int QLo = Br * HS * 2;
     using KV = Stream<HS, Bc, kThreads>;
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
-    const KV kv{smem + 4 * QLo};
+    const KV kv{smem + Tiles::Kv};
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
@@ -569,9 +592,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     };
     copy_kv(0);
 
-    unsigned char* q_rows = smem + warp_row * HS * 2;
-    const PairTile<QLo> q_tile{smem_address(q_rows)};
-    const PairTile<QLo> do_tile = q_tile.at(2 * QLo);
+    unsigned char* q_rows = smem + warp_row * HS * kHalfBytes;
+    const PairTile<Tiles::Lo> q_tile{smem_address(q_rows)};
+    const PairTile<Tiles::Lo> do_tile = q_tile.at(Tiles::Do);
     float q_unit;
     float do_unit;
     float lse_log2[M][2];
@@ -618,6 +641,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
                     const int row = first_row + 16 * i + e / 2 * 8 + lane / 4;
+                    // How many columns it sees, counted from this lane's first.
                     const int visible = min(p.Tk, row + p.shift + 1) - k0 - lane % 4 * 2;
                     for (int n = 0; n < Bc / 8; n++) {
                         float P = exp2_approx(fmaf(s[i][n][e], s_unit, -lse_log2[i][e / 2]));
@@ -675,12 +699,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int Bc = Tiles::Bc;
     constexpr int M = kWarpTiles<HS>;
     constexpr int Rows = 16 * M;
-    constexpr int KLo = Bc * HS * 2;
     using QdO = Stream<HS, Br, kThreads>;
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
-    const QdO q_do{smem + 4 * KLo};
-    auto* const row_stats = reinterpret_cast<RowStats<HS>*>(smem + 4 * KLo + 4 * QdO::Pair);
+    const QdO q_do{smem + Tiles::QDo};
+    auto* const row_stats = reinterpret_cast<RowStats<HS>*>(smem + Tiles::Stats);
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)
@@ -691,7 +714,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     auto first_k = [&] { return w.tile * Bc + warp_row; };  // the warp's first key
     // the first query that sees key k0 is k0 − shift
     const int first_tile = max(0, w.tile * Bc - p.shift) / Br;
-    const int q_tiles = (p.Tq + Br - 1) / Br;
+    const int q_tiles = ceil_div<Br>(p.Tq);
+    // Where the queries of tile j begin in row_stats, which has two stages.
+    const auto first_stat = [](int j) { return (j & 1) * Br; };
 
     // Queries past Tq add nothing, because their Q, dO and D arrive as zeros. Keys past Tk are
     // masked, because their dS could spoil the scale that the warp's keys share.
@@ -700,7 +725,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         q_do.copy(p.q, args.dout, w, j * Br, p.Tq);
         if (threadIdx.x < Br) {
             const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
-            const uint32_t i = (j & 1) * Br + threadIdx.x;
+            const uint32_t i = first_stat(j) + threadIdx.x;
             cp_async_8(smem_address(row_stats->lse_D) + i * 8, args.lse_D + at, row < p.Tq);
             cp_async_4(smem_address(row_stats->factors) + i * 4, args.factors + at, row < p.Tq);
         }
@@ -708,18 +733,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     };
     copy_q(first_tile);
 
-    unsigned char* k_rows = smem + warp_row * HS * 2;
+    unsigned char* k_rows = smem + warp_row * HS * kHalfBytes;
     __shared__ Units units[kWarps];  // the loop leaves no register for them
     {
+        constexpr int Lo = Tiles::Lo;
         const float k_unit =
-            keep_rows<HS, Rows, KLo>(k_rows, w.head<HS>(p.k), p.k.token_stride, first_k(), p.Tk);
-        const float v_unit = keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, w.head<HS>(p.v),
-                                                      p.v.token_stride, first_k(), p.Tk);
+            keep_rows<HS, Rows, Lo>(k_rows, w.head<HS>(p.k), p.k.token_stride, first_k(), p.Tk);
+        const float v_unit = keep_rows<HS, Rows, Lo>(k_rows + Tiles::V, w.head<HS>(p.v),
+                                                     p.v.token_stride, first_k(), p.Tk);
         units[threadIdx.x / 32] = {.k = k_unit, .v = v_unit};
         __syncwarp();
     }
-    const PairTile<KLo> k_tile{smem_address(k_rows)};
-    const PairTile<KLo> v_tile = k_tile.at(2 * KLo);
+    const PairTile<Tiles::Lo> k_tile{smem_address(k_rows)};
+    const PairTile<Tiles::Lo> v_tile = k_tile.at(Tiles::V);
     float dk[M][HS / 8][4] = {};
     float dv[M][HS / 8][4] = {};
 
@@ -728,37 +754,39 @@ __global__ void __launch_bounds__(kThreads, 2)
     //   dP · dS · split dS · dK += dSᵀ Q
     for (int j = first_tile; j < q_tiles; j++) {
         const auto largest = q_do.split_tiles(
-            [](const auto&) {}, [&](int row) { return row_stats->factors[(j & 1) * Br + row]; });
+            [](const auto&) {}, [&](int row) { return row_stats->factors[first_stat(j) + row]; });
         if (j + 1 < q_tiles)
             copy_q(j + 1);
         const int q_exponent = exponent_for(largest.x);
         const int do_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
         const int keys = p.Tk - first_k();
-        const int first_row = first_k() - p.shift - j * Br;  // the tile's first that sees first_k
-        const bool none_sees = first_row > Br - 1;
+        // The tile's first query that sees the warp's first key, as if it had queries before its
+        // first, too. Query first_query + i is the first that sees key i.
+        const int first_query = first_k() - p.shift - j * Br;
+        const bool none_sees = first_query > Br - 1;
         if (none_sees)
             continue;
 
         auto step = [&](auto masked) {
             const float q_unit = power_of_two(-q_exponent);
             const LseDPair* lse_D =
-                reinterpret_cast<const LseDPair*>(row_stats->lse_D) + (j & 1) * Br / 2;
+                reinterpret_cast<const LseDPair*>(row_stats->lse_D) + first_stat(j) / 2;
             float s[M][Br / 8][4] = {};
-            float dp[M][Br / 8][4] = {};  // transposed: rows are keys
-            uint32_t hi[Br / 16][M][4];
-            uint32_t lo[Br / 16][M][4];  // P, then dS
+            float dp[M][Br / 8][4] = {};
+            uint32_t hi[Br / 16][M][4];  // hi and lo: P, then dS
+            uint32_t lo[Br / 16][M][4];
 
             multiply_abt<HS, 2>(s, k_tile, q_do.x_tile());
             const float s_unit =
                 fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[opaque_thread_idx() / 32].k);
-            // Query i of the tile sees key j of the warp if i ≥ first_row + j.
             if constexpr (decltype(masked)::value) {
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++) {
                         const int key = 16 * i + e / 2 * 8 + lane / 4;
-                        // queries that do not see it, from this lane's first on
-                        const int hidden = key < keys ? first_row + key - lane % 4 * 2 : Br;
+                        // How many columns come before those that see it, counted from this
+                        // lane's first.
+                        const int hidden = key < keys ? first_query + key - lane % 4 * 2 : Br;
                         for (int n = 0; n < Br / 8; n++)
                             if (8 * n + e % 2 < hidden)
                                 s[i][n][e] = -INFINITY;
@@ -773,14 +801,15 @@ __global__ void __launch_bounds__(kThreads, 2)
             }
 
             pack_a(hi, lo, s, kPScale);
-            add_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - 14));
+            add_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - kPExponent));
 
             multiply_abt<HS, 1>(dp, v_tile, q_do.y_tile());
             const float dp_unit = units[opaque_thread_idx() / 32].v * power_of_two(-do_exponent);
             for (int n = 0; n < Br / 8; n++) {
                 const LseDPair c = lse_D[4 * n + lane % 4];
                 for (int i = 0; i < M; i++)
-                    // P is joined from its halves, because its registers were needed
+                    // P is joined from its halves, because its registers were needed. So P and dS
+                    // are still times 2^14 here.
                     for (int r = 0; r < 2; r++) {
                         const float2 P =
                             join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
@@ -793,9 +822,10 @@ __global__ void __launch_bounds__(kThreads, 2)
             const uint32_t dS_largest = largest_of(dp);
             pack_a(hi, lo, dp, factor_for(dS_largest));
             add_ab<HS, Br>(dk, hi, lo, q_do.x_tile(),
-                           power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
+                           power_of_two(-exponent_for(dS_largest) - kPExponent) * q_unit);
         };
-        const bool needs_mask = keys < Rows || first_row > 1 - Rows;
+        const bool query_0_sees_all = first_query + Rows - 1 <= 0;
+        const bool needs_mask = keys < Rows || !query_0_sees_all;
         if (needs_mask)
             step(std::true_type{});
         else

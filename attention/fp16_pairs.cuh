@@ -81,7 +81,8 @@ struct PairTile {
 };
 
 // A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them: t, t + Threads,
-// …
+// …. Split, a piece is 8 bytes of hi and 8 of lo, half of one of the 16-byte pieces that `swizzled`
+// permutes.
 template <int HS, int Rows, int Threads>
 constexpr int kPieces = Rows * HS / 4 / Threads;
 
@@ -100,7 +101,7 @@ template <int HS, int Threads, int Lo, int N>
 __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&x)[N], float factor,
                                             unsigned thread) {
     const unsigned row = thread / (HS / 4);
-    const unsigned col = thread % (HS / 4);
+    const unsigned piece = thread % (HS / 4);
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int i = 0; i < N; i++) {
         uint2 h;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&
         split(h.x, l.x, x[i].x * factor, x[i].y * factor);
         split(h.y, l.y, x[i].z * factor, x[i].w * factor);
         unsigned char* at =
-            tile + swizzled<HS>(row + i * (Threads / (HS / 4)), col / 2) + col % 2 * 8;
+            tile + swizzled<HS>(row + i * (Threads / (HS / 4)), piece / 2) + piece % 2 * 8;
         *reinterpret_cast<uint2*>(at) = h;
         *reinterpret_cast<uint2*>(at + Lo) = l;
     }
@@ -128,9 +129,9 @@ __device__ __forceinline__ float keep_rows(unsigned char* tile, const float* hea
     for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += RowsAtOnce * row_stride)
         rows[i] = row + i * RowsAtOnce < end ? *reinterpret_cast<const float4*>(src)
                                              : float4{0.f, 0.f, 0.f, 0.f};
-    const uint32_t m = warp_largest(largest(rows));
-    store_split<HS, 32, Lo>(tile, rows, factor_for(m), lane);
-    return unit_for(m);
+    const uint32_t rows_largest = warp_largest(largest(rows));
+    store_split<HS, 32, Lo>(tile, rows, factor_for(rows_largest), lane);
+    return unit_for(rows_largest);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -167,30 +168,30 @@ __device__ __forceinline__ void multiply_abt(float (&c)[M][N][4], PairTile<ALo> 
     a_tile.hi = opaque(a_tile.hi);
     b_tile.hi = opaque(b_tile.hi);
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
-    for (int kk = 0; kk < HS; kk += 16) {
-        load_a<HS>(hi, a_tile.hi, kk);
-        load_a<HS>(lo, a_tile.lo(), kk);
+    for (int d = 0; d < HS; d += 16) {
+        load_a<HS>(hi, a_tile.hi, d);
+        load_a<HS>(lo, a_tile.lo(), d);
         for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, kk));
+            ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, d));
             mma(c, n, lo, b);
-            ldmatrix_x4(b, block16_b<HS>(b_tile.lo(), 8 * n, kk));
+            ldmatrix_x4(b, block16_b<HS>(b_tile.lo(), 8 * n, d));
             mma(c, n, hi, b);
         }
     }
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
-    for (int kk = 0; kk < HS / Chains; kk += 16) {
-        load_a<HS>(hi, a_tile.hi, kk);
+    for (int d = 0; d < HS / Chains; d += 16) {
+        load_a<HS>(hi, a_tile.hi, d);
         for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, kk));
+            ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, d));
             mma(c, n, hi, b);
         }
     }
     if constexpr (Chains == 2)
         for (int n = 0; n < N; n += 2) {
             float chain[M][2][4] = {};
-            for (int kk = HS / 2; kk < HS; kk += 16) {
-                load_a<HS>(hi, a_tile.hi, kk);
-                ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, kk));
+            for (int d = HS / 2; d < HS; d += 16) {
+                load_a<HS>(hi, a_tile.hi, d);
+                ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, d));
                 mma(chain, 0, hi, b);
             }
             add_columns(c, n, chain);
@@ -258,11 +259,13 @@ struct Stream {
     static constexpr int Pair = 2 * Lo;
     static constexpr int Pieces = kPieces<HS, Rows, Threads>;
 
+    // The bits of the tiles' largest magnitudes.
     struct Largest {
-        uint32_t x, y;  // the bits of the tiles' largest magnitudes
+        uint32_t x;
+        uint32_t y;
     };
 
-    unsigned char* smem;  // x as pairs, y as pairs, x as floats, y as floats
+    unsigned char* smem;  // four parts of Pair bytes: x as pairs, y as pairs, x and y as floats
 
     __device__ __forceinline__ PairTile<Lo> x_tile() const { return {smem_address(smem)}; }
     __device__ __forceinline__ PairTile<Lo> y_tile() const { return {smem_address(smem) + Pair}; }
@@ -288,8 +291,9 @@ struct Stream {
     }
 
     // Splits what has arrived, once all warps have left the last tile. When it returns, the next
-    // floats may be copied, and after a barrier all warps find this tile. seen() gets this thread's
-    // part of x. Rows of y are multiplied by factor(row), which is close to 1.
+    // floats may be copied, and after a barrier all warps find this tile. seen(x) is called with
+    // this thread's pieces of x. Rows of y are multiplied by factor(row), which is close
+    // enough to 1 for y's largest magnitude to be found before.
     template <class Seen, class Factor>
     __device__ __forceinline__ Largest split_tiles(Seen seen, Factor factor) const {
         constexpr int Warps = Threads / 32;
