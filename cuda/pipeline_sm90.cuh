@@ -4,20 +4,22 @@
 //   full     A phase ends when the stage has been filled. Readers wait for it.
 //   empty    A phase ends when all readers are done with the stage. Whoever fills it next waits.
 //
-// Use n of a buffer is of stage n % Stages, in round n / Stages. Readers wait for the phase of
-// their round, which is named by its parity. Whoever fills a stage waits for the phase of the round
-// before, the other parity. In the first round that wait returns at once, as all stages are empty.
+// The n-th use of a buffer, from 0 on, takes stage n % Stages, in round n / Stages. In each round
+// each barrier ends one phase, and phases are named by their parity. Readers wait for `full` to end
+// the phase of their own round. Whoever fills a stage waits for `empty` to end that of the round
+// before, which has the other parity. In the first round that wait returns at once, as all stages
+// are empty.
 #pragma once
 #include "cuda/ptx_sm90.cuh"
 
 // The stage and the phase of a use. ++ goes on to the next.
 template <int Stages>
 struct PipelineState {
-    int index = 0;
-    uint32_t phase = 0;
+    int index = 0;       // of the stage
+    uint32_t phase = 0;  // the parity of the round
 
     PipelineState() = default;
-    // Of use n. So where n is known it may stand for the state.
+    // Of use n. It converts implicitly, so that buffer[n] or barriers.wait(n) mean use n.
     __device__ __forceinline__ PipelineState(uint32_t n)
         : index(n % Stages), phase(n / Stages % 2) {}
 
