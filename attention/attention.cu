@@ -128,20 +128,22 @@ const char* attention_names() {
 
 namespace {
 
-// Bytes from the first of a sequence to its last.
+// Bytes from the first of a sequence to the end of its last row.
 size_t extent_of_sequence(const CallMemory& m) {
-    return (m.rows.count - 1) * m.rows.stride + m.row;
+    return (m.rows.count - 1) * m.rows.stride + m.row_bytes;
 }
-// And of all sequences.
+// The same of all sequences.
 size_t extent(const CallMemory& m) {
     return (m.sequences.count - 1) * m.sequences.stride + extent_of_sequence(m);
 }
 
 // True if no two rows overlap, with dimension `inner` varying fastest.
-bool rows_apart(size_t row, const CallMemory::Dimension& inner,
+bool rows_apart(size_t row_bytes, const CallMemory::Dimension& inner,
                 const CallMemory::Dimension& outer) {
-    const size_t group = (inner.count - 1) * inner.stride + row;
-    return (inner.count == 1 || inner.stride >= row) && (outer.count == 1 || outer.stride >= group);
+    const size_t group_bytes = (inner.count - 1) * inner.stride + row_bytes;
+    const bool apart_in_a_group = inner.count == 1 || inner.stride >= row_bytes;
+    const bool groups_apart = outer.count == 1 || outer.stride >= group_bytes;
+    return apart_in_a_group && groups_apart;
 }
 
 // All of a view's rows, or all of its sequences, start at multiples of `period` from the first. So
@@ -184,7 +186,7 @@ bool overlap(const CallMemory& a, const CallMemory& b) {
     if (period.sequences > 0 &&
         apart_in_a_period(distance, extent_of_sequence(a), extent_of_sequence(b), period.sequences))
         return false;
-    return period.rows == 0 || !apart_in_a_period(distance, a.row, b.row, period.rows);
+    return period.rows == 0 || !apart_in_a_period(distance, a.row_bytes, b.row_bytes, period.rows);
 }
 
 // Throws Error if the memory is missing, misaligned or overlaps itself.
@@ -200,12 +202,12 @@ void check_rows(const AttentionLimits& limits, const CallMemory& m) {
                    "bytes)",
                    limits.name, m.name, m.alignment, m.ptr, m.sequences.stride, m.rows.stride));
 
-    const bool apart = rows_apart(m.row, m.rows, m.sequences) ||  // (B, T, …)
-                       rows_apart(m.row, m.sequences, m.rows);    // (T, B, …)
+    const bool apart = rows_apart(m.row_bytes, m.rows, m.sequences) ||  // (B, T, …)
+                       rows_apart(m.row_bytes, m.sequences, m.rows);    // (T, B, …)
     if (!apart)
         throw Error(format(
             "%s: rows of %s overlap: %zu × %zu of %zu bytes, with strides of %zu and %zu bytes",
-            limits.name, m.name, m.sequences.count, m.rows.count, m.row, m.sequences.stride,
+            limits.name, m.name, m.sequences.count, m.rows.count, m.row_bytes, m.sequences.stride,
             m.rows.stride));
 }
 
@@ -213,13 +215,14 @@ void check_rows(const AttentionLimits& limits, const CallMemory& m) {
 
 void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemory> memory) {
     for (const CallMemory& m : memory)
-        if (m.row > 0)
+        if (m.row_bytes > 0)
             check_rows(limits, m);
 
     for (auto a = memory.begin(); a != memory.end(); a++)
         for (auto b = memory.begin(); b != a; b++) {
-            const bool conflict = (a->written || b->written) && a->row > 0 && b->row > 0;
-            if (conflict && overlap(*a, *b))
+            const bool both_used = a->row_bytes > 0 && b->row_bytes > 0;
+            const bool one_written = a->written || b->written;
+            if (both_used && one_written && overlap(*a, *b))
                 throw Error(
                     format("%s: %s and %s overlap, and %s is written: give it memory of its own",
                            limits.name, b->name, a->name, a->written ? a->name : b->name));

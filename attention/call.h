@@ -27,8 +27,8 @@
 // -------------------------------------------------------------------------------------------------
 // The call
 
-// A part of a sequence has a copy of the whole's shape with other lengths. (Built again from its
-// fields, it would lose the next field that is added here.)
+// The shape of a part of a sequence is a copy of the whole's with other lengths. (Built field by
+// field, it would miss a field that is added here later.)
 struct AttentionShape {
     int B;
     int Tq;
@@ -52,7 +52,7 @@ struct AttentionShape {
     // Rows of S and P, one for each query of each head. A row has one lse.
     size_t rows() const { return size_t(B) * NH * Tq; }
 
-    // A call has tensors of two shapes, and only these two functions say which.
+    // The two shapes that a call's tensors have.
     HeadsShape queries() const {  // of q, out, dout and dq
         return {.B = B, .T = Tq, .heads = NH, .HS = HS};
     }
@@ -132,13 +132,15 @@ struct PackedHeads {
 // The tensor has T tokens, some of which a call may use. Of `s` only the heads count.
 template <class X>
 PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
-    const size_t q = s.queries().C();
-    const size_t k = s.keys().C();
-    const size_t token = q + 2 * k;
+    const size_t q_width = s.queries().C();
+    const size_t k_width = s.keys().C();
+    const size_t token = q_width + 2 * k_width;
     const size_t batch = T * token;
+    X* const k = qkv + q_width;
+    X* const v = k + k_width;
     return {.q = {.ptr = qkv, .batch_stride = batch, .token_stride = token},
-            .k = {.ptr = qkv + q, .batch_stride = batch, .token_stride = token},
-            .v = {.ptr = qkv + q + k, .batch_stride = batch, .token_stride = token}};
+            .k = {.ptr = k, .batch_stride = batch, .token_stride = token},
+            .v = {.ptr = v, .batch_stride = batch, .token_stride = token}};
 }
 
 // Forward of the last Tq tokens of qkv (B, Tk, 3, NH, HS).
@@ -193,7 +195,7 @@ struct AttentionSupport {
 // Which calls an implementation supports.
 struct AttentionLimits {
     const char* name;  // every Error begins with it
-    size_t alignment;  // of the rows of a head, in bytes
+    size_t alignment;  // of a head's rows in q, k, v, …, in bytes
     AttentionSupport supports = {};
     size_t (*saved_bytes)(const AttentionShape&) = no_bytes;    // of att
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;  // of scratch
@@ -242,7 +244,7 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
             name));
 }
 
-// The memory of one of a call's tensors: sequences of rows of `row` bytes.
+// The memory of one of a call's tensors: sequences of rows, each row contiguous.
 struct CallMemory {
     struct Dimension {
         size_t count = 1;
@@ -252,7 +254,7 @@ struct CallMemory {
     bool written;
     const void* ptr;
     size_t alignment;  // in bytes
-    size_t row;        // in bytes; 0: not part of the call
+    size_t row_bytes;  // 0: not part of the call
     Dimension sequences = {};
     Dimension rows = {};  // of a sequence
 };
@@ -264,7 +266,7 @@ CallMemory memory_of(const char* name, const HeadsView<X>& x, const HeadsShape& 
             .written = !std::is_const_v<X>,
             .ptr = x.ptr,
             .alignment = alignment,
-            .row = s.C() * sizeof(X),
+            .row_bytes = s.C() * sizeof(X),
             .sequences = {.count = size_t(s.B), .stride = x.batch_stride * sizeof(X)},
             .rows = {.count = size_t(s.T), .stride = x.token_stride * sizeof(X)}};
 }
@@ -275,18 +277,22 @@ CallMemory memory_of(const char* name, const RowStatsView<A>& x, const HeadsShap
             .written = !std::is_const_v<A>,
             .ptr = x.ptr,
             .alignment = sizeof(A),
-            .row = s.T * sizeof(A),  // a head's
+            .row_bytes = s.T * sizeof(A),  // a head's row has a number for each token
             .rows = {.count = size_t(s.B) * s.heads, .stride = x.head_stride * sizeof(A)}};
 }
 
 template <class V>
 CallMemory memory_of(const char* name, V* x, size_t bytes) {
-    return {.name = name, .written = !std::is_const_v<V>, .ptr = x, .alignment = 16, .row = bytes};
+    return {.name = name,
+            .written = !std::is_const_v<V>,
+            .ptr = x,
+            .alignment = 16,
+            .row_bytes = bytes};
 }
 
 inline CallMemory if_given(CallMemory m) {
     if (!m.ptr)
-        m.row = 0;
+        m.row_bytes = 0;
     return m;
 }
 
