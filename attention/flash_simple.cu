@@ -40,17 +40,18 @@ constexpr char kName[] = "flash_simple";
 
 constexpr int kThreads = 64;  // of a block, each with a line of the block's own tiles
 constexpr int kPassing = 16;  // lines of a passing tile: 16 rows at HS 64, 8 at HS 128
-constexpr int kOwn = 64;      // elements of a line
-constexpr int kTerms = 16;    // of a sum are added in one go: short chains of additions round less
+constexpr int kOwn = 64;      // elements that a thread owns of a row, the length of a line
+constexpr int kTerms = 16;    // terms of a sum that are added in one go: short chains round less
 
-// With 4 floats more, 8 threads that read 16 bytes of a line each hit different banks.
+// A line in shared memory. With 4 floats more, 8 threads that read 16 bytes of a line each hit
+// different banks.
 constexpr int kLine = kOwn + 4;
 using Line = float[kLine];
 
 template <int HS>
 constexpr int kSplit = HS / kOwn;  // lines of a row, and threads that share it
 template <int HS>
-constexpr int kRow = kSplit<HS> * kLine;  // floats from a row of a tile to the next
+constexpr int kRowStride = kSplit<HS> * kLine;  // floats from a row of a tile to the next
 
 static_assert(2 * (kThreads + kPassing) * sizeof(Line) <= (48 << 10),
               "dq_kernel's tiles do not fit");
@@ -63,9 +64,11 @@ template <int HS, int Lines>
 __device__ void load_tile(Line (&tile)[Lines], const float* head, size_t row_stride, int row0,
                           int end, float factor = 1.f) {
     for (int i = 4 * threadIdx.x; i < Lines * kOwn; i += 4 * kThreads) {
+        const int row = row0 + i / HS;
+        const int column = i % HS;
         float4 x{0.f, 0.f, 0.f, 0.f};
-        if (row0 + i / HS < end)
-            x = *reinterpret_cast<const float4*>(head + (row0 + i / HS) * row_stride + i % HS);
+        if (row < end)
+            x = *reinterpret_cast<const float4*>(head + row * row_stride + column);
         x.x *= factor;
         x.y *= factor;
         x.z *= factor;
@@ -77,8 +80,8 @@ __device__ void load_tile(Line (&tile)[Lines], const float* head, size_t row_str
 // -------------------------------------------------------------------------------------------------
 // Products
 
-// s[j] += own · row j of a tile. `own` is this thread's line, row0 the line of row 0 at the same
-// columns.
+// s[j] += own · row j of a tile, summed over all HS columns. `own` is this thread's line of its
+// row, and row0 the line of row 0 at the same columns.
 template <int HS, int N>
 __device__ void multiply_abt(float (&s)[N], const float* own, const float* row0) {
 #pragma unroll 1  // only kTerms of `own` at a time are in registers
@@ -86,7 +89,7 @@ __device__ void multiply_abt(float (&s)[N], const float* own, const float* row0)
         for (int j = 0; j < N; j++) {
             float sum = 0.f;
             for (int d = c; d < c + kTerms; d++)
-                sum += own[d] * row0[j * kRow<HS> + d];
+                sum += own[d] * row0[j * kRowStride<HS> + d];
             s[j] += sum;
         }
     if (kSplit<HS> == 2)
@@ -94,8 +97,8 @@ __device__ void multiply_abt(float (&s)[N], const float* own, const float* row0)
             x += __shfl_xor_sync(~0u, x, 1);  // the other half of the row
 }
 
-// o += Σ_j p[j]·row j of a tile, at this thread's columns. A tile has a sum of its own, so that the
-// error does not grow with T.
+// o += Σ_j p[j]·row j of a tile, at this thread's columns. The tile's sum is made apart and then
+// added, so that the error does not grow with T.
 template <int HS, int N>
 __device__ void add_ab(float (&o)[kOwn], const float (&p)[N], const float* row0) {
 #pragma unroll
@@ -103,7 +106,7 @@ __device__ void add_ab(float (&o)[kOwn], const float (&p)[N], const float* row0)
         float sum[kTerms] = {};
         for (int j = 0; j < N; j++)
             for (int d = 0; d < kTerms; d++)
-                sum[d] += p[j] * row0[j * kRow<HS> + c + d];
+                sum[d] += p[j] * row0[j * kRowStride<HS> + c + d];
         for (int d = 0; d < kTerms; d++)
             o[c + d] += sum[d];
     }
@@ -145,7 +148,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 
     float o[kOwn] = {};
     float m = -INFINITY;
-    // in fp32 its rounding errors would be D's, the same for all keys, and add up in dQ
+    // fp64, because an error of l is one of out, hence of D. That is the same for all keys, so in
+    // dQ it adds up.
     double l = 0.;
     for (int k0 = 0; k0 < min(Tk, q0 + Br + args.shift); k0 += Bc) {
         __syncthreads();  // everyone is done with the last tile
@@ -215,8 +219,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     load_tile<HS>(do_smem, w.head<HS>(args.dout), args.dout.token_stride, q0, Tq);
     __syncthreads();
 
-    // D is summed like dO Vᵀ. So dP − D is exactly 0 where one key has all the weight, because O is
-    // its V.
+    // D is dO times one row, O, and is summed like dO Vᵀ. So dP − D is exactly 0 where one key has
+    // all the weight, because O is its V.
     float D[1] = {};
     float dq[kOwn] = {};
     float sum = 0.f;

@@ -11,7 +11,8 @@
 #pragma once
 #include "cuda/ptx_sm80.cuh"
 
-// The row and the column of a lane's element e = 0 … 3 in a fragment whose first are row0 and col0.
+// The row and the column of a lane's element e = 0 … 3, that is c[n][e], in a fragment whose first
+// row is row0 and whose first column is col0.
 __device__ __forceinline__ int fragment_row(int row0, int e, int lane) {
     return row0 + (e / 2) * 8 + lane / 4;
 }
@@ -19,7 +20,7 @@ __device__ __forceinline__ int fragment_col(int col0, int e, int lane) {
     return col0 + (lane % 4) * 2 + e % 2;
 }
 
-// Over the quad that shares a row.
+// The maximum and the sum over the quad that shares a row. All four lanes get it.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

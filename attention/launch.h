@@ -32,8 +32,8 @@ struct alignas(8) LseD {
     float lse_log2;  // log2(e)·lse
     float D;
 };
-// The same of the two queries whose columns are neighbours in an accumulator of dkdv_kernel:
-// columns[e % 2] is that of element e.
+// The same for the two queries of a lane in a fragment of dkdv_kernel, whose columns are queries.
+// Element e (fragments.cuh) is in the column of columns[e % 2].
 struct alignas(16) LseDPair {
     LseD columns[2];
 };
