@@ -24,12 +24,12 @@
 // FLOPs and crosses it seven times. Flash attention's whole idea is never to write them.
 //
 // P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch. Rows are padded
-// to 16 bytes, so that any Tk gets wide accesses. Products work on full squares. P and dS are zero
-// where a causal mask hides the key.
+// to 16 bytes, so that any Tk gets wide accesses. Products skip nothing that a mask hides. P and
+// dS are zero there.
 //
 // Writes: forward out, lse and att, backward dq, dk and dv (every element).
 // Scratch: dP, followed by the lists of matrices.
-// Limits: any Tq ≤ Tk, in backward Tq = Tk. A row of HS elements is a multiple of 16 bytes.
+// Limits: any Tq and Tk, in backward Tq = Tk. A row of HS elements is a multiple of 16 bytes.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/launch.h"
 #include "cuda/cublas.h"
@@ -54,16 +54,16 @@ __host__ __device__ constexpr int row_stride(int Tk) {
 }
 
 // Overwrites S with P in att (rows, ld), with zeros after the row's last visible key, and writes
-// lse. A row is a query (b, h, i), and `Threads` threads work on it.
-template <class X, int Threads>
+// lse. A row is a query (b, h, i), and RowThreads threads work on it, a warp or the block.
+template <class X, int RowThreads>
 __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t rows, int Tq, int Tk,
                                        int shift) {
     constexpr int V = kVec<X>;
-    const size_t row = size_t(blockIdx.x) * (kThreads / Threads) + threadIdx.x / Threads;
+    const size_t row = size_t(blockIdx.x) * (kThreads / RowThreads) + threadIdx.x / RowThreads;
     if (row >= rows)
         return;  // all threads of a row, or none
 
-    const int lane = threadIdx.x % Threads;
+    const int thread = threadIdx.x % RowThreads;  // of the row's
     const int i = row % Tq;
     const int keys = visible_keys(i, Tk, shift);
     const int ld = row_stride<X>(Tk);
@@ -72,7 +72,7 @@ __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t r
     // One pass finds the maximum m and the sum l. When m grows, what was summed so far shrinks.
     float m = -INFINITY;
     float l = 0.f;
-    for (int j = lane * V; j < keys; j += Threads * V) {
+    for (int j = thread * V; j < keys; j += RowThreads * V) {
         const Vec<X, V> x = load<V>(s + j);
         float m_new = m;
         for (int e = 0; e < V; e++)
@@ -85,14 +85,14 @@ __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t r
         l = l * expf(m - m_new) + sum;
         m = m_new;
     }
-    const float m_row = Threads == kWarp ? warp_max(m) : block_max(m);
+    const float m_row = RowThreads == kWarp ? warp_max(m) : block_max(m);
     l *= expf(m - m_row);
-    l = Threads == kWarp ? warp_sum(l) : block_sum(l);
-    if (lane == 0)
+    l = RowThreads == kWarp ? warp_sum(l) : block_sum(l);
+    if (thread == 0)
         lse.ptr[row / Tq * lse.head_stride + i] = m_row + logf(l);
 
     const float inv_l = 1.f / l;
-    for (int j = lane * V; j < ld; j += Threads * V) {
+    for (int j = thread * V; j < ld; j += RowThreads * V) {
         Vec<float, V> p{};
         if (j < keys) {
             const Vec<X, V> x = load<V>(s + j);
@@ -104,15 +104,15 @@ __global__ void softmax_forward_kernel(X* att, RowStatsView<float> lse, size_t r
 }
 
 // Overwrites dP with dS in datt (rows, ld). The products that follow apply scale.
-template <class X, int Threads>
+template <class X, int RowThreads>
 __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int Tq, int Tk,
                                         int shift) {
     constexpr int V = kVec<X>;
-    const size_t row = size_t(blockIdx.x) * (kThreads / Threads) + threadIdx.x / Threads;
+    const size_t row = size_t(blockIdx.x) * (kThreads / RowThreads) + threadIdx.x / RowThreads;
     if (row >= rows)
         return;  // all threads of a row, or none
 
-    const int lane = threadIdx.x % Threads;
+    const int thread = threadIdx.x % RowThreads;  // of the row's
     const int i = row % Tq;
     const int keys = visible_keys(i, Tk, shift);
     const int ld = row_stride<X>(Tk);
@@ -120,16 +120,16 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
     X* dp_row = datt + row * ld;
 
     float D = 0.f;
-    for (int j = lane * V; j < keys; j += Threads * V) {
+    for (int j = thread * V; j < keys; j += RowThreads * V) {
         const Vec<X, V> p = load<V>(p_row + j);
         const Vec<X, V> dp = load<V>(dp_row + j);
         for (int e = 0; e < V; e++)
             if (j + e < keys)
                 D += p[e] * dp[e];
     }
-    D = Threads == kWarp ? warp_sum(D) : block_sum(D);
+    D = RowThreads == kWarp ? warp_sum(D) : block_sum(D);
 
-    for (int j = lane * V; j < ld; j += Threads * V) {
+    for (int j = thread * V; j < ld; j += RowThreads * V) {
         Vec<float, V> ds{};
         if (j < keys) {
             const Vec<X, V> p = load<V>(p_row + j);
@@ -144,7 +144,8 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
 // -------------------------------------------------------------------------------------------------
 // Products
 
-// One row-major matrix for each (b, h), at ptr + b·batch_stride + h·head_stride.
+// One row-major matrix for each (b, h), at ptr + b·batch_stride + h·head_stride. Operands and
+// results alike have a const ptr, because cuBLAS takes both as void*.
 template <class X>
 struct Matrices {
     const X* ptr;
@@ -163,7 +164,7 @@ struct Matrices {
     }
 };
 
-// A matrix of tokens, (T, HS).
+// A head's matrix of tokens, (T, HS), of q, out, ….
 template <class X>
 auto tokens(const HeadsView<X>& x, const HeadsShape& s) {
     return Matrices<std::remove_const_t<X>>{.ptr = x.ptr,
@@ -174,29 +175,31 @@ auto tokens(const HeadsView<X>& x, const HeadsShape& s) {
                                             .cols = s.HS};
 }
 
-// S or dP, (Tq, Tk) with rows padded to 16 bytes.
+// S, P, dP or dS, (Tq, Tk) with rows padded to 16 bytes.
 template <class X>
-Matrices<X> squares(const X* att, const AttentionShape& s) {
+Matrices<X> scores(const X* att, const AttentionShape& s) {
     const int ld = row_stride<X>(s.Tk);
-    const size_t square = size_t(s.Tq) * ld;
+    const size_t head_stride = size_t(s.Tq) * ld;
     return {.ptr = att,
-            .batch_stride = s.NH * square,
-            .head_stride = square,
+            .batch_stride = s.NH * head_stride,
+            .head_stride = head_stride,
             .ld = ld,
             .rows = s.Tq,
             .cols = s.Tk};
 }
 
-// Of att, and of backward's scratch: squares, followed by the lists of a pass.
-constexpr int kMaxLists = 9;  // in backward
+constexpr int kMaxLists = 9;  // of a pass: backward's
+
+// Bytes of att, and of backward's scratch: each holds scores, followed by the lists of a pass.
 template <class X>
-size_t bytes(const AttentionShape& s) {
+size_t scores_and_lists_bytes(const AttentionShape& s) {
     const size_t heads = size_t(s.B) * s.NH;
-    return s.B * squares<X>(nullptr, s).batch_stride * sizeof(X) +
-           kMaxLists * heads * sizeof(void*);
+    const size_t scores_bytes = s.B * scores<X>(nullptr, s).batch_stride * sizeof(X);
+    const size_t lists_bytes = kMaxLists * heads * sizeof(void*);
+    return scores_bytes + lists_bytes;
 }
 
-// Writes the lists of all matrices of a pass.
+// Writes the lists of all matrices of a pass. A thread writes one (b, h)'s entry of each.
 template <class... M>
 __global__ void list_kernel(int heads, int NH, M... matrices) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -210,13 +213,13 @@ __global__ void list_kernel(int heads, int NH, M... matrices) {
     (write(matrices), ...);
 }
 
-// Places the lists after the squares in att or scratch, and writes them in one launch.
+// Places the lists after the scores in att or scratch, and writes them in one launch.
 template <class X, class... M>
-void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& squares,
+void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& scores,
                 M&... matrices) {
     static_assert(sizeof...(M) <= kMaxLists);
     const int heads = s.B * s.NH;
-    void** list = (void**)(squares.ptr + s.B * squares.batch_stride);
+    void** list = (void**)(scores.ptr + s.B * scores.batch_stride);
     const auto place = [&](auto& m) {
         m.list = list;
         list += heads;
@@ -244,7 +247,8 @@ void multiply(const Cuda& dev, const AttentionShape& s, Matrices<X> c, float alp
 // -------------------------------------------------------------------------------------------------
 // Launchers
 
-// Launches one of a softmax's two kernels: a warp for each row if they are short, or a block.
+// Launches one of a softmax's two kernels, with a warp for each row of S if rows are short and a
+// block for each if not.
 template <class X, class Kernel, class... Tensors>
 void launch(const Cuda& dev, const AttentionShape& s, Kernel* kernel_of_warps,
             Kernel* kernel_of_blocks, Tensors... tensors) {
@@ -265,7 +269,7 @@ void forward(const Cuda& dev, const AttentionForward<X>& c) {
     auto k = tokens(c.k, s.keys());
     auto v = tokens(c.v, s.keys());
     auto out = tokens(c.out, s.queries());
-    auto att = squares(c.att, s);
+    auto att = scores(c.att, s);
     make_lists(dev, s, att, q, k, v, out, att);
 
     // [quote]
@@ -287,8 +291,8 @@ void backward(const Cuda& dev, const AttentionBackward<X>& c) {
     auto dk = tokens(c.dk, s.keys());
     auto dv = tokens(c.dv, s.keys());
     auto dout = tokens(c.dout, s.queries());
-    auto att = squares(c.att, s);
-    auto datt = squares(dp, s);
+    auto att = scores(c.att, s);
+    auto datt = scores(dp, s);
     make_lists(dev, s, datt, q, k, v, dq, dk, dv, dout, att, datt);
 
     multiply(dev, s, dv, 1.f, att.transposed(), dout);
@@ -305,8 +309,8 @@ constexpr AttentionKernel<X> kNaive = {
     .min_sm = 75,
     .flash = false,
     .supports = {.any_head_size = true},
-    .saved_bytes = bytes<X>,
-    .scratch_bytes = bytes<X>,
+    .saved_bytes = scores_and_lists_bytes<X>,
+    .scratch_bytes = scores_and_lists_bytes<X>,
     .unchecked = {.forward = forward<X>, .backward = backward<X>},
 };
 
