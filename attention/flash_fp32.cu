@@ -53,7 +53,7 @@ constexpr int kWarps = 4;  // one for each scheduler of an SM
 constexpr int kThreads = 32 * kWarps;
 constexpr int kLaneRows = 4;
 constexpr int kLaneCols = 8;
-constexpr int kTerms = 16;  // of a dot product are summed in one go, as in D_kernel
+constexpr int kTerms = 16;  // terms of dP and D that are summed in one go
 
 // Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one
 // computes while the other loads or waits at a barrier.
@@ -62,11 +62,11 @@ struct Tiles {
     static constexpr int HS = HS_;
     static constexpr int Br = Br_;
     static constexpr int Bc = Bc_;
-    // Row lengths in shared memory. With +4 floats, lanes that read 16 bytes of 8 neighbouring rows
-    // hit 8 different bank groups. With +8, a warp that writes 8 neighbouring floats in each of 4
-    // rows hits 32 different banks.
-    static constexpr int kRow = HS + 4;
-    static constexpr int kPRow = Bc + 8;
+    // Floats from a row to the next in shared memory. With +4 floats, lanes that read 16 bytes of 8
+    // neighbouring rows hit 8 different bank groups. With +8, a warp that writes 8 neighbouring
+    // floats in each of 4 rows hits 32 different banks.
+    static constexpr int kRow = HS + 4;   // of Q, K, V and dO
+    static constexpr int kPRow = Bc + 8;  // of P and dS
     // Accumulators of a thread: ThreadRows × ThreadCols of S, ThreadRows × ThreadOut of O and dQ.
     static constexpr int ThreadRows = Br / kWarps / kLaneRows;
     static constexpr int ThreadCols = Bc / kLaneCols;
@@ -108,9 +108,9 @@ using Backward128 = Tiles<128, 32, 64>;
 using BackwardSmall64 = Tiles<64, 32, 64>;
 using BackwardSmall128 = Tiles<128, 16, 32>;
 
-// The lane grid: lane = 16·r1 + 2·column + r0, and row = 2·r1 + r0. Lanes that share an address
-// then differ in bit 0 (same column) or bit 1 (same row), and the hardware serves a 16-byte load of
-// the warp in 2 passes, not 4.
+// The lane grid: lane = 16·r1 + 2·column + r0, and row = 2·r1 + r0. Two lanes that differ in bit 0
+// alone share a column, and two that differ in bit 1 alone a row, so they load from one address.
+// The hardware then serves a 16-byte load of the warp in 2 passes, not 4.
 __device__ int lane_row() {
     const int lane = threadIdx.x % 32;
     return (lane / 16) * 2 + lane % 2;
@@ -466,8 +466,9 @@ __global__ void D_kernel(float* D, HeadsView<const float> dout, HeadsView<const 
 // nobody gave lse_rest. At |lse| = 128 that is up to 2^-17 of all P of a row, 30 times naive's
 // error. A row's P must add up to 1, so log Σ P is what is missing.
 //
-// Tiles without a large lse only write zeros, and in ordinary training no tile has one. Calls with
-// few queries are the exception, because there the errors of few rows may all point one way.
+// Tiles without a large lse do no products and write zeros. In ordinary training no tile has one.
+// In calls with fewer queries than keys every tile does the products, because the errors of few
+// rows may all point one way.
 constexpr float kLargeLse = 16;
 
 template <class Tile>
@@ -490,15 +491,15 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     float lse[ThreadRows];
     float sum[ThreadRows] = {};
-    bool large = args.Tq < args.Tk;
+    bool needed = args.Tq < args.Tk;
     for (int i = 0; i < ThreadRows; i++) {
         const int t = q0 + row + i * kLaneRows;
         lse[i] = t < args.Tq ? w.stats(args.lse)[t] : 0.f;
-        large |= fabsf(lse[i]) > kLargeLse;
+        needed |= fabsf(lse[i]) > kLargeLse;
     }
-    large = __syncthreads_or(large);
+    needed = __syncthreads_or(needed);  // by any thread of the block
 
-    if (large) {
+    if (needed) {
         const int q_end = min(q0 + Br, args.Tq);
         const int k_end = min(args.Tk, q_end + args.shift);
         StagingRegisters<Br, HS> q_stage;
@@ -528,7 +529,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int t = q0 + row + i * kLaneRows;
         const float total = row_sum(sum[i]);
         if (col == 0 && t < args.Tq)
-            w.stats(args.lse_rest)[t] = large ? log2f(total) : 0.f;
+            w.stats(args.lse_rest)[t] = needed ? log2f(total) : 0.f;
     }
 }
 
@@ -542,7 +543,7 @@ struct BackwardArgs {
     HeadsView<float> dv;
     RowStatsView<const float> lse;
     RowStatsView<const float> lse_rest;
-    float rest_log2;       // lse_rest times this is in units of log 2
+    float rest_to_log2;    // lse_rest times this is in units of log 2
     const float* D;        // (B, NH, Tq)
     int* ticket;           // the next block's number
     int* key_tiles_added;  // (B·NH, query tiles), how many key tiles are in dq
@@ -575,7 +576,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int kRow = Tile::kRow;
     constexpr int kPRow = Tile::kPRow;
     constexpr int ThreadRows = Tile::ThreadRows;
-    constexpr int ThreadKeys = Bc / kWarps / kLaneRows;  // rows of dK and dV
+    constexpr int ThreadKeys = Bc / kWarps / kLaneRows;  // a thread's rows of dK and dV
     constexpr int ThreadCols = Tile::ThreadCols;
     constexpr int ThreadOut = Tile::ThreadOut;
     extern __shared__ float4 dynamic_smem[];
@@ -583,11 +584,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     const WorkTile w = key_tile(args);
     const int k0 = w.tile * Bc;
-    const int keys = min(Bc, args.Tk - k0);
+    const int keys = min(Bc, args.Tk - k0);  // of the tile that exist
     const int warp = threadIdx.x / 32;
     const int col = lane_col();
-    const int row = warp * (Br / kWarps) + lane_row();               // this thread's first query
-    const int key = warp * (Bc / kWarps) + ThreadKeys * lane_row();  // and key, in dK and dV
+    // this thread's first row of the tile of queries, and of that of keys, in dK and dV
+    const int row = warp * (Br / kWarps) + lane_row();
+    const int key_row = warp * (Bc / kWarps) + ThreadKeys * lane_row();
 
     const int query_tiles = ceil_div<Br>(args.Tq);
     // the first that sees a key of this tile
@@ -623,13 +625,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
         const int q0 = tile * Br;
         float lse[ThreadRows];
-        float rest[ThreadRows];
+        float rest[ThreadRows];  // of lse, in units of log 2
         float D[ThreadRows];
         for (int i = 0; i < ThreadRows; i++) {
             const int t = q0 + row + i * kLaneRows;
             // a row past Tq has P = 0
             lse[i] = t < args.Tq ? w.stats(args.lse)[t] : INFINITY;
-            rest[i] = t < args.Tq ? w.stats(args.lse_rest)[t] * args.rest_log2 : 0.f;
+            rest[i] = t < args.Tq ? w.stats(args.lse_rest)[t] * args.rest_to_log2 : 0.f;
             D[i] = t < args.Tq ? args.D[static_cast<size_t>(w.bh) * args.Tq + t] : 0.f;
         }
 
@@ -642,9 +644,9 @@ __global__ void __launch_bounds__(kThreads, 2)
             const bool masked = k0 + Bc > min(args.Tk, q0 + args.shift + 1);
             for (int i = 0; i < ThreadRows; i++)
                 for (int j = 0; j < ThreadCols; j++) {
-                    const int c = col + j * kLaneCols;
+                    const int key = col + j * kLaneCols;  // of the tile
                     float p = exp2_approx(fmaf(s[i][j] - lse[i], kLog2e, -rest[i]));
-                    if (masked && (c >= keys || k0 + c > q0 + row + i * kLaneRows + args.shift))
+                    if (masked && (key >= keys || k0 + key > q0 + row + i * kLaneRows + args.shift))
                         p = 0.f;
                     p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
                 }
@@ -668,13 +670,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 
         // dV, dK and this tile's dQ
         __syncthreads();  // P is there
-        add_atb<Br>(dv, &smem.p[0][key], kPRow, &smem.dout[0][4 * col], kRow);
+        add_atb<Br>(dv, &smem.p[0][key_row], kPRow, &smem.dout[0][4 * col], kRow);
         __syncthreads();  // everyone is done with P
         for (int i = 0; i < ThreadRows; i++)
             for (int j = 0; j < ThreadCols; j++)
                 p_own[i * kLaneRows * kPRow + j * kLaneCols] = ds[i][j];
         __syncthreads();  // dS is there
-        add_atb<Br>(dk, &smem.p[0][key], kPRow, &smem.q[0][4 * col], kRow);
+        add_atb<Br>(dk, &smem.p[0][key_row], kPRow, &smem.q[0][4 * col], kRow);
         float dq[ThreadRows][ThreadOut] = {};
         add_ab<Bc>(dq, smem.p[row], kPRow, &smem.k[0][4 * col], kRow);
 
@@ -711,9 +713,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 
     for (int i = 0; i < ThreadKeys; i++) {
-        if (key + i >= keys)
+        if (key_row + i >= keys)
             continue;
-        const int t = k0 + key + i;
+        const int t = k0 + key_row + i;
         float* to_dk = row_from<HS>(args.dk, w, t, col);
         float* to_dv = row_from<HS>(args.dv, w, t, col);
         for (int n = 0; n < ThreadOut / 4; n++) {
@@ -726,7 +728,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // -------------------------------------------------------------------------------------------------
 // Launchers
 
-// Fills what the kernels' arguments have in common.
+// Fills what ForwardArgs and BackwardArgs have in common.
 template <class Args, class Call>
 Args common_args(const Call& c) {
     const AttentionShape& s = c.s;
@@ -748,7 +750,8 @@ Args common_args(const Call& c) {
     return args;
 }
 
-// Launches the kernel, unless a block may not have this much shared memory and an int.
+// Launches the kernel, or returns false if a block may not have this much shared memory, and
+// ticket_smem besides.
 template <class SharedMemory, class Args>
 bool launch(const Cuda& dev, void (*kernel)(Args), const Args& args, dim3 blocks) {
     const int smem = sizeof(SharedMemory);
@@ -760,7 +763,12 @@ bool launch(const Cuda& dev, void (*kernel)(Args), const Args& args, dim3 blocks
     return true;
 }
 
-void check_launched(const Cuda& dev, bool launched) {
+// Calls launch(Large{}), and launch(Small{}) if the large tiles do not fit.
+template <class Large, class Small, class Launch>
+void launch_largest(const Cuda& dev, Launch launch) {
+    bool launched = launch(Large{});
+    if (!launched)
+        launched = launch(Small{});
     if (!launched)
         throw Error(format(
             "%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles "
@@ -768,16 +776,19 @@ void check_launched(const Cuda& dev, bool launched) {
             kName, dev.name.c_str()));
 }
 
-// Calls launch(Tiles) with the largest tiles that fit.
 template <class Launch>
 void launch_forward(const Cuda& dev, int HS, Launch launch) {
-    check_launched(dev, HS == 64 ? launch(Forward64{}) || launch(ForwardSmall64{})
-                                 : launch(Forward128{}) || launch(ForwardSmall128{}));
+    if (HS == 64)
+        launch_largest<Forward64, ForwardSmall64>(dev, launch);
+    else
+        launch_largest<Forward128, ForwardSmall128>(dev, launch);
 }
 template <class Launch>
 void launch_backward(const Cuda& dev, int HS, Launch launch) {
-    check_launched(dev, HS == 64 ? launch(Backward64{}) || launch(BackwardSmall64{})
-                                 : launch(Backward128{}) || launch(BackwardSmall128{}));
+    if (HS == 64)
+        launch_largest<Backward64, BackwardSmall64>(dev, launch);
+    else
+        launch_largest<Backward128, BackwardSmall128>(dev, launch);
 }
 
 // A block for each tile of queries.
@@ -848,11 +859,11 @@ void backward(const Cuda& dev, const AttentionBackward<float>& c) {
     find_D(dev, c, D);
     if (c.lse_rest.ptr) {
         args.lse_rest = c.lse_rest;
-        args.rest_log2 = kLog2e;
+        args.rest_to_log2 = kLog2e;
     } else {
         find_lse_rest(dev, c, rest);
         args.lse_rest = {rest.ptr, rest.head_stride};
-        args.rest_log2 = 1.f;
+        args.rest_to_log2 = 1.f;
     }
     launch_backward(dev, s.HS, [&]<class Tile>(Tile) {
         return launch<BackwardSharedMemory<Tile>>(dev, backward_kernel<Tile>, args,
