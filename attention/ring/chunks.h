@@ -15,20 +15,21 @@
 template <class Dev, class X>
 class Chunks : public Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
-    using Base::dkv_, Base::dkv_sum_, Base::q_, Base::q_sum_;
+    using Base::dkv_, Base::dkv_sum_, Base::out_dq_, Base::out_dq_sum_;
     using Base::dkv_view, Base::kv_elements, Base::kv_shape, Base::parts, Base::tokens, Base::view;
     using Base::T, Base::dev_, Base::s_;
 
   public:
     using Base::place, typename Base::A;
 
-    // The shape has Tq = Tk. The last chunks are as long as what is left. place() gives it memory.
+    // The shape has Tq = Tk. The last chunks are as long as what is left. Before the first
+    // pass, call place() with memory of bytes().
     Chunks(const Dev& dev, const AttentionShape& shape, int q_chunk, int k_chunk,
            Attention kind = Attention::flash)
         : Base(dev, shape, kind), q_chunk_(q_chunk), k_chunk_(k_chunk) {}
 
     void forward(X* out, A* lse, const X* qkv) {
-        const Piece<A> sum = Base::begin(lse);
+        const Piece<A> sum = Base::start_sum(lse);
         for_each_piece([&](const PieceCall& p) {
             // Every query sees key 0, so its first piece is of the first chunk of keys.
             const bool first = p.k0 == 0;
@@ -38,14 +39,14 @@ class Chunks : public Pieces<Dev, X> {
     }
 
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
-        dev_.zero(q_sum_, s_.queries().elements() * sizeof(A));
+        dev_.zero(out_dq_sum_, s_.queries().elements() * sizeof(A));
         dev_.zero(dkv_sum_, kv_elements() * sizeof(A));
         for_each_piece([&](const PieceCall& p) {
-            Base::backward(p, {.qkv = qkv, .dout = dout, .out = out, .lse = lse}, q_, dkv_);
-            add_to(tokens(p.Tq), view(q_sum_).from(p.q0), view(q_).from(p.q0));
+            Base::backward(p, {.qkv = qkv, .dout = dout, .out = out, .lse = lse}, out_dq_, dkv_);
+            add_to(tokens(p.Tq), view(out_dq_sum_).from(p.q0), view(out_dq_).from(p.q0));
             add_to(kv_shape(p.Tk), dkv_view(dkv_sum_).from(p.k0), dkv_view(dkv_).from(p.k0));
         });
-        add(dev_, tokens(T()), parts(dqkv).q, view(q_sum_));
+        add(dev_, tokens(T()), parts(dqkv).q, view(out_dq_sum_));
         add(dev_, kv_shape(T()), parts(dqkv).k, dkv_view(dkv_sum_));
     }
 
@@ -62,23 +63,28 @@ class Chunks : public Pieces<Dev, X> {
                                   std::min(k0 + k_chunk_, T()), f);
     }
 
-    // The calls of a chunk of queries with a chunk of keys. Queries before k0 see no key of the
-    // chunk, those from k0 on some (the masked piece), and those from k_end − 1 on all (the whole
-    // piece).
+    // The calls of a chunk of queries with a chunk of keys. Under a causal mask queries before k0
+    // see no key of the chunk, those from k0 on some (the masked piece), and those from k_end − 1
+    // on all. Of these, query k_end − 1 is the masked piece's last and the others are the whole
+    // piece.
     template <class F>
     void for_each_piece_of(int q0, int q_end, int k0, int k_end, F f) const {
-        const int masked = std::max(q0, k0);
-        const int masked_end = s_.causal ? std::min(q_end, k_end) : masked;
-        if (masked < masked_end)
-            f({.q0 = masked,
-               .Tq = masked_end - masked,
+        const int masked_q0 = std::max(q0, k0);
+        const int masked_end = s_.causal ? std::min(q_end, k_end) : masked_q0;
+        if (masked_q0 < masked_end)
+            f({.q0 = masked_q0,
+               .Tq = masked_end - masked_q0,
                .k0 = k0,
                .Tk = masked_end - k0,
                .causal = true});
 
-        const int whole = s_.causal ? std::max(q0, k_end) : q0;
-        if (whole < q_end)
-            f({.q0 = whole, .Tq = q_end - whole, .k0 = k0, .Tk = k_end - k0, .causal = false});
+        const int whole_q0 = s_.causal ? std::max(q0, k_end) : q0;
+        if (whole_q0 < q_end)
+            f({.q0 = whole_q0,
+               .Tq = q_end - whole_q0,
+               .k0 = k0,
+               .Tk = k_end - k0,
+               .causal = false});
     }
 
     const int q_chunk_;

@@ -3,19 +3,21 @@
 //
 // merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_b and
 // lse_b.
-//   o ← o − σ(lse_b − lse)(o − o_b);   lse ← log(exp lse + exp lse_b)
+//   o   ← o − σ(lse_b − lse)(o − o_b)
+//   lse ← log(exp lse + exp lse_b)
 //
 // A merged lse has a rest: its rounding error. Both together have twice the digits. At lse = 9
-// rounding to fp32 changes lse by up to 5e-7, several times fp32's own relative error. The merge's
-// weight, and in backward all of the row's P, have that as a relative error, and without the rest
-// every merge would add it again.
+// rounding to fp32 changes lse by up to 5e-7. That is a relative error, several times fp32's own,
+// of the merge's weight and in backward of all of the row's P. Without the rest every merge would
+// add it again.
 #pragma once
 #include "attention/attention.h"
 
 // -------------------------------------------------------------------------------------------------
 // Merging and adding
 
-// What some queries have from the keys they have seen.
+// The result of some queries with the keys they have seen: with those of one call (a piece), or
+// with all so far (the sum).
 template <class A>
 struct Piece {
     HeadsView<A> o;
@@ -31,8 +33,8 @@ struct Piece {
 // result keeps its digits.
 template <class A>
 struct Merge {
-    bool heavier;  // the piece is
-    A weight;      // of the lighter side
+    bool piece_is_heavier;
+    A weight;  // of the lighter side
     A lse;
     A rest;
 
@@ -44,15 +46,15 @@ struct Merge {
         const double lse_sum = exact_lse(sum);
         const double lse_b = exact_lse(piece);
         const A ratio = std::exp(-static_cast<A>(std::fabs(lse_sum - lse_b)));
-        const double merged = (lse_b > lse_sum ? lse_b : lse_sum) + std::log1p(ratio);
+        const double lse_merged = (lse_b > lse_sum ? lse_b : lse_sum) + std::log1p(ratio);
 
-        heavier = lse_b > lse_sum;
+        piece_is_heavier = lse_b > lse_sum;
         weight = ratio / (1 + ratio);
-        lse = static_cast<A>(merged);
-        rest = static_cast<A>(merged - lse);
+        lse = static_cast<A>(lse_merged);
+        rest = static_cast<A>(lse_merged - lse);
     }
     __host__ __device__ A merged(A o, A o_b) const {
-        return heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b);
+        return piece_is_heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b);
     }
     __host__ __device__ void store_lse(const Piece<A>& sum, size_t head, int t) const {
         sum.lse.ptr[head * sum.lse.head_stride + t] = lse;
@@ -91,7 +93,7 @@ class Pieces {
   public:
     using A = Acc<X>;
 
-    // (B, NH, T), then the rest of each
+    // Of lse (B, NH, T), followed by the rest of each if there is one.
     size_t lse_elements() const { return kHasRest ? 2 * rows() : rows(); }
     size_t bytes() const { return next_ - begin_; }
 
@@ -113,11 +115,12 @@ class Pieces {
 
     // ---- memory
 
+    // Places the tensors one after another in memory of bytes(). With null it only finds bytes().
     void place(void* memory) {
         begin_ = reinterpret_cast<uintptr_t>(memory);
         next_ = begin_;
-        take(q_sum_, s_.queries().elements());
-        take(q_, s_.queries().elements());
+        take(out_dq_sum_, s_.queries().elements());
+        take(out_dq_, s_.queries().elements());
         take(dkv_sum_, kv_elements());
         take(dkv_, kv_elements());
         take(piece_rest_, 2 * rows());
@@ -205,12 +208,13 @@ class Pieces {
 
     // ---- calls
 
-    // What all queries have before the first piece.
-    Piece<A> begin(A* lse) {
+    // The sum of all queries, which their first pieces write. Without a rest from the kernels it
+    // clears both rests.
+    Piece<A> start_sum(A* lse) {
         if (!kHasRest)
             dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_
         A* const rest = kHasRest ? rest_of(lse) : sum_rest_;
-        return {.o = view(q_sum_), .lse = stats(lse), .rest = stats(rest)};
+        return {.o = view(out_dq_sum_), .lse = stats(lse), .rest = stats(rest)};
     }
 
     // A query's first piece writes the sum. The others are merged into it, and their merged o is
@@ -218,7 +222,8 @@ class Pieces {
     template <class Y>
     void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first,
                  HeadsView<Y> dst) {
-        const Piece<A> own{.o = view(q_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
+        const Piece<A> own{
+            .o = view(out_dq_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
         const Piece<A> to = (first ? sum : own).from(p.q0);
         const KeysAndValues kv = keys_and_values(in);
         AttentionForward<X, A> c{shape_of(p)};
@@ -258,8 +263,8 @@ class Pieces {
     const Attention kind_;
     // dk and dv are (T, B, K and V, heads, HS), so that what the first tokens have is one stretch
     // of memory. In fp32 the rest of the merged lse is in the caller's lse, not in sum_rest_.
-    A* q_sum_;       // (B, T, NH, HS): out or dq, merged or added up
-    A* q_;           // that of a piece
+    A* out_dq_sum_;  // (B, T, NH, HS): out in forward, merged, and dq in backward, added up
+    A* out_dq_;      // that of a piece
     A* dkv_sum_;     // dk and dv, added up
     A* dkv_;         // those of a piece
     A* piece_rest_;  // (B, NH, T), of a piece's lse

@@ -2,8 +2,8 @@
 // Keys and values travel around the ring. At every stop a rank runs its queries with them and
 // merges the results in fp32.
 //
-//   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the
-//                     next from r − 1
+//   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, and receives
+//                     the next from r − 1
 //   forward:          (o, lse) ← merge((o, lse), piece)
 //   backward:         dq += …;  dk and dv travel a step behind their keys, each rank adds to them,
 //                     and after N − 1 hops they are home. Those of a late chunk travel only from
@@ -41,7 +41,7 @@ struct RingRank {
 template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring : Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
-    using Base::dkv_, Base::dkv_sum_, Base::q_, Base::q_sum_;
+    using Base::dkv_, Base::dkv_sum_, Base::out_dq_, Base::out_dq_sum_;
     using Base::dkv_view, Base::kv_elements, Base::kv_shape, Base::kv_view;
     using Base::parts, Base::take, Base::tokens, Base::view, typename Base::Inputs;
     using Base::T, Base::dev_, Base::s_;
@@ -61,7 +61,7 @@ class Ring : Pieces<Dev, X> {
     }
 
     void forward(X* out, A* lse, const X* qkv) {
-        const Piece<A> sum = Base::begin(lse);
+        const Piece<A> sum = Base::start_sum(lse);
         for (int step = 0; step < ranks(); step++) {
             const bool first = step == 0;
             const bool last = step + 1 == ranks();
@@ -74,10 +74,11 @@ class Ring : Pieces<Dev, X> {
                     Base::forward(p, in, sum, first, view(out));  // the merge rounds what it merges
             });
 
-            // the queries that the last step did not merge
-            const int others = first ? T() : p.q0;
-            if (last && others > 0)
-                add(dev_, tokens(others), view(out), sum.o);
+            // The last step's merge rounded its queries, those from p.q0 on. (The first step merges
+            // none.)
+            const int not_rounded = first ? T() : p.q0;
+            if (last && not_rounded > 0)
+                add(dev_, tokens(not_rounded), view(out), sum.o);
         }
     }
 
@@ -87,10 +88,13 @@ class Ring : Pieces<Dev, X> {
     // gradients, the late chunk's, which are three times the work.
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
         const Inputs own{.qkv = qkv, .dout = dout, .out = out, .lse = lse};
-        // The early chunk sees others' keys, at step 1 for the first time.
+        // If the early chunk sees others' keys, it does so at step 1 for the first time. That step
+        // writes out_dq_sum_ for all queries, so what the chunk finds here is kept apart and added
+        // then. Else nothing but this call writes the early chunk's dq.
         const bool early_sees_others = rank_ > 0;
         overlap({.step = 0, .kv = ranks() > 1}, qkv, [&] {
-            Base::backward(own_keys(0, Tc_), own, early_sees_others ? q_ : q_sum_, dkv_sum_);
+            Base::backward(own_keys(0, Tc_), own, early_sees_others ? out_dq_ : out_dq_sum_,
+                           dkv_sum_);
         });
 
         for (int step = 1; step < ranks(); step++) {
@@ -99,14 +103,15 @@ class Ring : Pieces<Dev, X> {
                 const PieceCall p = others_keys(step);
                 Inputs in = own;
                 in.kv = kv_.here;
-                Base::backward(p, in, first ? q_sum_ : q_, first ? dkv_travelling_.here : dkv_);
+                Base::backward(p, in, first ? out_dq_sum_ : out_dq_,
+                               first ? dkv_travelling_.here : dkv_);
 
                 int queries = T() - p.q0;
-                if (first)  // wrote q_sum_, so only what step 0 left in q_ is to be added
+                if (first)  // the call wrote the sum, and only what step 0 left is to be added
                     queries = early_sees_others ? Tc_ : 0;
-                const HeadsView<A> sum = view(q_sum_).from(p.q0);
+                const HeadsView<A> sum = view(out_dq_sum_).from(p.q0);
                 if (queries > 0)
-                    add(dev_, tokens(queries), sum, sum, view(q_).from(p.q0));
+                    add(dev_, tokens(queries), sum, sum, view(out_dq_).from(p.q0));
             });
             if (first)
                 continue;
@@ -118,7 +123,7 @@ class Ring : Pieces<Dev, X> {
         }
 
         overlap({.step = ranks(), .dkv = ranks() > 1}, qkv, [&] {
-            Base::backward(own_keys(Tc_, Tc_), own, q_, dkv_);
+            Base::backward(own_keys(Tc_, Tc_), own, out_dq_, dkv_);
             store_dq(parts(dqkv).q);
         });
         store_dkv(parts(dqkv).k);
@@ -132,7 +137,7 @@ class Ring : Pieces<Dev, X> {
         Y* incoming = nullptr;
         void arrive() { std::swap(here, incoming); }
     };
-    // What travels during a step: the keys and values of this step, the gradients of the step
+    // What travels during a step: the keys and values of this step, and the gradients of the step
     // before.
     struct Hop {
         int step;
@@ -152,11 +157,12 @@ class Ring : Pieces<Dev, X> {
     int ranks() const { return zigzag_.ranks; }
     int previous() const { return zigzag_.source(rank_, 1); }  // the rank before this one
 
-    // The chunks are neighbours in order, so the mask is an ordinary one of a sequence of 2Tc
-    // tokens.
+    // A call with the rank's own keys. Its chunks are in order, so the mask is the ordinary one of
+    // a sequence of 2·Tc tokens.
     PieceCall own_keys(int q0, int Tq) const {
         return {.q0 = q0, .Tq = Tq, .k0 = 0, .Tk = q0 + Tq, .causal = true};
     }
+    // The call of a later step, with another rank's keys. No mask cuts them.
     PieceCall others_keys(int step) const {
         const int visible = zigzag_.visible(rank_, step);
         const int Tq = visible == 2 ? Tc_ : T();
@@ -201,11 +207,11 @@ class Ring : Pieces<Dev, X> {
         });
     }
 
-    // The late chunk's part of q_ is its queries with this rank's own keys.
+    // The late chunk's part of out_dq_ is its queries with this rank's own keys.
     void store_dq(HeadsView<X> dq) {
-        add(dev_, tokens(Tc_), dq, view(q_sum_));
-        const HeadsView<A> others = ranks() > 1 ? view(q_sum_).from(Tc_) : HeadsView<A>{};
-        add(dev_, tokens(Tc_), dq.from(Tc_), view(q_).from(Tc_), others);
+        add(dev_, tokens(Tc_), dq, view(out_dq_sum_));
+        const HeadsView<A> others = ranks() > 1 ? view(out_dq_sum_).from(Tc_) : HeadsView<A>{};
+        add(dev_, tokens(Tc_), dq.from(Tc_), view(out_dq_).from(Tc_), others);
     }
     // The sum of what the late queries, the early queries and the other ranks found.
     void store_dkv(HeadsView<X> dkv) {
@@ -221,9 +227,9 @@ class Ring : Pieces<Dev, X> {
 
     const Zigzag zigzag_;
     const int rank_;
-    const int Tc_;
+    const int Tc_;  // tokens of a chunk
     Comm* comm_ = nullptr;
     Travelling<X> kv_;  // (B, T, K and V, heads, HS)
-    Travelling<A>
-        dkv_travelling_;  // as dkv_: the sum over the ranks so far, of the keys in kv_.here
+    // Like dkv_, the sum over the ranks so far, of the gradients of the keys in kv_.here.
+    Travelling<A> dkv_travelling_;
 };
