@@ -74,7 +74,7 @@ struct ForwardTiles {
     // else its fragments are fetched again for every tile of keys
     static constexpr bool QInRegisters = HS == 64;
 
-    struct SharedMemory {  // 48 KB, 64 KB
+    struct SharedMemory {  // 48 KB at HS 64, 64 KB at HS 128
         bf16 q[Br * HS];
         bf16 k[2][Bc * HS];  // two stages
         bf16 v[2][Bc * HS];
@@ -89,7 +89,7 @@ struct DqTiles {
     static constexpr int Bc = HS == 64 ? 128 : 32;
     static constexpr bool QInRegisters = HS == 64;  // and dO
 
-    struct SharedMemory {  // 97 KB
+    struct SharedMemory {  // 97 KB at both head sizes
         bf16 q[Br * HS];
         bf16 dout[Br * HS];
         bf16 k[2][Bc * HS];
@@ -104,12 +104,12 @@ struct DkdvTiles {
     static constexpr int Bc = kWarps * WarpTiles * 16;
     static constexpr int Br = HS == 64 ? 128 : 32;  // Sᵀ and dPᵀ take 16·WarpTiles registers each
 
-    struct SharedMemory {  // 98 KB, 65 KB
+    struct SharedMemory {  // 98 KB at HS 64, 65 KB at HS 128
         bf16 k[Bc * HS];
         bf16 v[Bc * HS];
         bf16 q[2][Br * HS];
         bf16 dout[2][Br * HS];
-        LseDPair lse_D[2 * Br / 2];
+        LseDPair lse_D[2 * Br / 2];  // two stages of Br / 2 pairs of queries
     };
 };
 
@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
     constexpr int M = Tiles::WarpTiles;
-    constexpr int TileBytes = Bc * HS * 2;
+    constexpr int RowBytes = HS * sizeof(bf16);
+    constexpr int TileBytes = Bc * RowBytes;  // of K or V
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     using SharedMemory = typename Tiles::SharedMemory;
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         cp_async_wait<1>();
         __syncthreads();
         for (int kk = 0; kk < HS / 16; kk++)
-            q_rows.load(q_smem + warp_row * HS * 2, kk);
+            q_rows.load(q_smem + warp_row * RowBytes, kk);
     }
 
     // Tile j of keys: S · mask · raise m · P and O += P V, a k-step at a time.
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const uint32_t v_tile = v_smem + stage_index(j) * TileBytes;
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++)
-            multiply_abt<HS>(s, q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk), k_tile,
+            multiply_abt<HS>(s, q_rows.kept_or_loaded(q_smem + warp_row * RowBytes, kk), k_tile,
                              kk * 16);
 
         if constexpr (decltype(masked)::value) {
@@ -329,8 +330,8 @@ struct BackwardArgs {
 };
 
 // Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to
-// args.lse_D. HS/8 lanes share a row of dO and O, 8 elements each. Rows past Tq get lse = +inf, so
-// that their P is 0.
+// args.lse_D. A lane loads the lse of one row. For D, HS/8 lanes share a row of dO and O, 8
+// elements each. Rows past Tq get lse = +inf, so that their P is 0, and the last row's D.
 template <int HS, int M, class Args>
 __device__ __forceinline__ void find_lse_D(const Args& args, const WorkTile& w, const bf16* dout,
                                            LseD* lse_D_smem, int q0, int warp_row) {
@@ -339,16 +340,17 @@ __device__ __forceinline__ void find_lse_D(const Args& args, const WorkTile& w, 
     constexpr int N = 16 * M / RowsAtOnce;
     const Problem<bf16>& p = args.p;
     const int lane = threadIdx.x % 32;
-    const int row = warp_row + lane % (16 * M);  // whose lse this lane loads
-    const int t = q0 + row;
+    const int lse_row = warp_row + lane % (16 * M);  // whose lse this lane loads
+    const int t = q0 + lse_row;
     const float lse_log2 = t < p.Tq ? w.stats(args.lse)[t] * kLog2e : INFINITY;
     const bf16* out = w.head<HS>(args.out);
 
+    // all loads come before the first sum, so that their latency is paid once
     uint4 x[N];
-    uint4 y[N];  // all loads come before the first sum, so that their latency is paid once
+    uint4 y[N];
     for (int i = 0; i < N; i++) {
-        const int row_of_load = q0 + warp_row + i * RowsAtOnce + lane / Pieces;
-        const size_t token = min(row_of_load, p.Tq - 1);
+        const int query = q0 + warp_row + i * RowsAtOnce + lane / Pieces;
+        const size_t token = min(query, p.Tq - 1);
         const size_t column = (lane % Pieces) * 8;
         x[i] = *reinterpret_cast<const uint4*>(dout + token * args.dout.token_stride + column);
         y[i] = *reinterpret_cast<const uint4*>(out + token * args.out.token_stride + column);
@@ -362,10 +364,10 @@ __device__ __forceinline__ void find_lse_D(const Args& args, const WorkTile& w, 
     }
     __syncwarp();
 
-    lse_D_smem[row].lse_log2 = lse_log2;
+    lse_D_smem[lse_row].lse_log2 = lse_log2;
     if (t < p.Tq)
         args.lse_D[static_cast<size_t>(w.bh) * p.Tq + t] =
-            LseD{.lse_log2 = lse_log2, .D = lse_D_smem[row].D};
+            LseD{.lse_log2 = lse_log2, .D = lse_D_smem[lse_row].D};
     __syncwarp();
 }
 
@@ -377,7 +379,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
     constexpr int M = Tiles::WarpTiles;
-    constexpr int TileBytes = Bc * HS * 2;
+    constexpr int RowBytes = HS * sizeof(bf16);
+    constexpr int TileBytes = Bc * RowBytes;  // of K or V
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     using SharedMemory = typename Tiles::SharedMemory;
@@ -428,15 +431,15 @@ __global__ void __launch_bounds__(kThreads, 2)
         cp_async_wait<1>();
         __syncthreads();
         for (int kk = 0; kk < HS / 16; kk++) {
-            q_rows.load(q_smem + warp_row * HS * 2, kk);
-            do_rows.load(do_smem + warp_row * HS * 2, kk);
+            q_rows.load(q_smem + warp_row * RowBytes, kk);
+            do_rows.load(do_smem + warp_row * RowBytes, kk);
         }
     }
 
     // Keys [j·Bc + sub, j·Bc + sub + kSub): S and dP · P and dS · dQ += dS K.
     auto step = [&](int j, int sub, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t k_tile = k_smem + stage_index(j) * TileBytes + sub * HS * 2;
+        const uint32_t k_tile = k_smem + stage_index(j) * TileBytes + sub * RowBytes;
         const uint32_t v_tile = k_tile + (v_smem - k_smem);
         float s[M][kSub / 8][4] = {};
         float dp[M][kSub / 8][4];
@@ -447,8 +450,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
-            const auto& q = q_rows.kept_or_loaded(q_smem + warp_row * HS * 2, kk);
-            const auto& dout = do_rows.kept_or_loaded(do_smem + warp_row * HS * 2, kk);
+            const auto& q = q_rows.kept_or_loaded(q_smem + warp_row * RowBytes, kk);
+            const auto& dout = do_rows.kept_or_loaded(do_smem + warp_row * RowBytes, kk);
             multiply_abt<HS>(s, q, k_tile, kk * 16);
             multiply_abt<HS>(dp, dout, v_tile, kk * 16);
         }
@@ -503,7 +506,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int Br = Tiles::Br;
     constexpr int Bc = Tiles::Bc;
     constexpr int M = Tiles::WarpTiles;
-    constexpr int TileBytes = Br * HS * 2;
+    constexpr int RowBytes = HS * sizeof(bf16);
+    constexpr int TileBytes = Br * RowBytes;  // of Q or dO
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     using SharedMemory = typename Tiles::SharedMemory;
@@ -539,29 +543,29 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (threadIdx.x < Br)
             cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * sizeof(LseD),
                        args.lse_D + static_cast<size_t>(w.bh) * p.Tq + row, row < p.Tq);
-        cp_async_commit();
     };
     load_tile<HS, Bc, kThreads>(k_smem, w.head<HS>(p.k), p.k.token_stride, k0, p.Tk);
     load_tile<HS, Bc, kThreads>(v_smem, w.head<HS>(p.v), p.v.token_stride, k0, p.Tk);
     load_q(first_tile);
+    cp_async_commit();
 
     float dk[M][HS / 8][4] = {};
     float dv[M][HS / 8][4] = {};
     // Queries [j·Br + sub, j·Br + sub + kSub): Sᵀ · Pᵀ · dV += Pᵀ dO · dPᵀ · dSᵀ · dK += dSᵀ Q.
     auto step = [&](int j, int sub, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
-        const uint32_t q_tile = q_smem + stage_index(j) * TileBytes + sub * HS * 2;
+        const uint32_t q_tile = q_smem + stage_index(j) * TileBytes + sub * RowBytes;
         const uint32_t do_tile = q_tile + (do_smem - q_smem);
         float s[M][kSub / 8][4] = {};
         float dp[M][kSub / 8][4];  // transposed: rows are keys
         uint32_t a[M][4];
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
-            load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
+            load_a<HS>(a, k_smem + warp_row * RowBytes, kk * 16);
             multiply_abt<HS>(s, a, q_tile, kk * 16);
         }
 
-        // Of the two queries of this lane in fragment n.
+        // lse and D of this lane's two queries in fragment n.
         auto query_pair = [&](int n) {
             return lse_D[(stage_index(j) * Br + sub + 8 * n) / 2 + lane % 4];
         };
@@ -586,7 +590,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
 #pragma unroll 2  // with 4 the compiler would fetch so far ahead that it spills
         for (int kk = 0; kk < HS / 16; kk++) {
-            load_a<HS>(a, v_smem + warp_row * HS * 2, kk * 16);
+            load_a<HS>(a, v_smem + warp_row * RowBytes, kk * 16);
             multiply_abt<HS>(dp, a, do_tile, kk * 16);
         }
 
@@ -602,8 +606,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         // tile j is there for all, and all are done with tile j − 1, whose stage the next load
         // fills
         __syncthreads();
-        if (j + 1 < q_tiles)
+        if (j + 1 < q_tiles) {
             load_q(j + 1);
+            cp_async_commit();
+        }
 
 #pragma unroll 1
         for (int sub = 0; sub < Br; sub += kSub) {
@@ -622,7 +628,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     scale(dk, p.scale);
     store_rows<HS>(dk, smem, warp_row, w.head<HS>(args.dk) + k0 * args.dk.token_stride,
                    args.dk.token_stride, p.Tk - k0);
-    store_rows<HS>(dv, smem + Bc * HS * 2, warp_row,
+    store_rows<HS>(dv, smem + Bc * RowBytes, warp_row,
                    w.head<HS>(args.dv) + k0 * args.dv.token_stride, args.dv.token_stride,
                    p.Tk - k0);
 #endif

@@ -22,16 +22,17 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_
     }
 }
 
-// A warp's 16·M rows of Q or dO as A operands. They are kept in registers, or else loaded again for
-// every k-step.
+// A warp's 16·M rows of Q or dO as A operands, one a k-step. They are kept in registers, or else
+// each is loaded again whenever it is wanted. `rows` is the address of the rows in shared memory.
 template <int HS, int M, bool InRegisters>
 struct RowOperand {
-    uint32_t regs[InRegisters ? HS / 16 : 1][M][4];
+    using Operand = uint32_t[M][4];
+    Operand regs[InRegisters ? HS / 16 : 1];
 
     __device__ __forceinline__ void load(uint32_t rows, int kk) {
         load_a<HS>(regs[InRegisters ? kk : 0], rows, kk * 16);
     }
-    __device__ __forceinline__ const uint32_t (&kept_or_loaded(uint32_t rows, int kk)) [M][4] {
+    __device__ __forceinline__ const Operand& kept_or_loaded(uint32_t rows, int kk) {
         if constexpr (!InRegisters)
             load(rows, kk);
         return regs[InRegisters ? kk : 0];

@@ -20,13 +20,14 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
     return row_start + (place << 4);
 }
 
-// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16
-// known to the compiler. Lanes 8i … 8i+7 give the rows of quadrant i, in the order upper left,
-// lower left, upper right, lower right. This is the order of an A operand, and of a B operand that
-// is loaded transposed.
+// The address that this lane gives ldmatrix for the 16×16 block of a tile at (row, col). Lanes
+// 8i … 8i+7 give the rows of quadrant i, in the order upper left, lower left, upper right, lower
+// right. This is the order of an A operand, and of a B operand that is loaded transposed.
 //
-// Because of the swizzle the column is added by an xor. That may happen after the tile's address
-// was added, which is a multiple of a row's length. So one register serves all rows and columns.
+// row and col are multiples of 16 and known to the compiler. A multiple of 16 rows leaves the
+// swizzle as it is and is added. Columns are pieces, which the swizzle numbers by an xor, so col is
+// an xor too. It flips bits within a row, and the tile's address has none there, being a multiple
+// of a row's length. So `first` in one register serves all blocks of the tile.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
@@ -88,11 +89,16 @@ __device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int r
 // What the arguments of both directions begin with.
 template <class X>
 struct Problem {
-    HeadsView<const X> q, k, v;
-    int NH, Tq, Tk, heads;  // heads = B·NH
-    int shift;              // query i sees keys j ≤ i + shift
-    int tiles;              // of a head, one a block
-    int group;              // heads that are worked on together
+    HeadsView<const X> q;
+    HeadsView<const X> k;
+    HeadsView<const X> v;
+    int NH;
+    int Tq;
+    int Tk;
+    int heads;  // B·NH
+    int shift;  // query i sees keys j ≤ i + shift
+    int tiles;  // of a head, one a block
+    int group;  // heads that are worked on together
     float scale;
     float scale_log2;  // scale·log2(e), for exponentials that are powers of 2
 };
@@ -131,17 +137,17 @@ template <class X>
 __device__ __forceinline__ WorkTile work_tile(const Problem<X>& p, TileOrder order) {
     const unsigned block = blockIdx.x;
     const int blocks_of_group = p.group * p.tiles;
-    const int first = block / blocks_of_group * p.group;  // the group's first head
-    const int size = min(p.group, p.heads - first);       // the last group may be smaller
-    const int i = block - first * p.tiles;                // block within the group
-    const int tile = i / size;
-    const int bh = first + i % size;
+    const int first_head = block / blocks_of_group * p.group;  // of this block's group
+    const int heads = min(p.group, p.heads - first_head);      // the last group may be smaller
+    const int i = block - first_head * p.tiles;                // block within the group
+    const int tile = i / heads;
+    const int bh = first_head + i % heads;
     return {.tile = order == TileOrder::last_to_first ? p.tiles - 1 - tile : tile,
             .bh = bh,
             .b = bh / p.NH,
             .h = bh % p.NH};
 }
-// How many tiles of Bc keys the tile'th Br queries see.
+// How many tiles of Bc keys a tile of Br queries sees.
 template <int Br, int Bc, class X>
 __device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
     // the last query sees the keys before this one
@@ -152,7 +158,8 @@ __device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
 // -------------------------------------------------------------------------------------------------
 // Launches
 
-// A head has `tiles` blocks. Past each stream `streamed_rows` of two tensors, K and V or Q and dO.
+// Each head has `tiles` blocks. `streamed_rows` rows of two tensors, K and V or Q and dO, pass by
+// each block.
 struct Launch {
     const char* name;
     int HS;
