@@ -105,7 +105,7 @@ __device__ void load_rows(Fragments<HS>& regs, const bf16* head, size_t row_stri
         }
 }
 
-// Stores a warp's rows, times factor, likewise.
+// Stores a warp's rows, times factor. This lane's are `row` and row + 8, but none from `end` on.
 template <int HS>
 __device__ void store_rows(const Accumulator<HS>& x, bf16* head, size_t row_stride, int row,
                            int end, float factor) {
@@ -122,43 +122,45 @@ __device__ void store_rows(const Accumulator<HS>& x, bf16* head, size_t row_stri
 // -------------------------------------------------------------------------------------------------
 // Products
 
-// s += q · kᵀ. The rows of k are the columns of a B operand. The matrices of ldmatrix are keys n …
-// n+7 in the columns d … d+7 and d+8 … d+15, then keys n+8 … n+15.
+// c += a · bᵀ over HS columns: S = Q Kᵀ, and likewise dP, Sᵀ and dPᵀ. The rows of b are the columns
+// of a B operand. The four matrices of an ldmatrix are 16 rows of b by 16 columns, in quadrants:
+// rows n … n+7 in the columns d … d+7 and d+8 … d+15, then rows n+8 … n+15.
 template <int HS, int N>
-__device__ void multiply_abt(Accumulator<N>& s, const Fragments<HS>& q_regs,
-                             const SmemTile<HS, N>& k_smem) {
+__device__ void multiply_abt(Accumulator<N>& c, const Fragments<HS>& a_regs,
+                             const SmemTile<HS, N>& b_smem) {
     const int lane = threadIdx.x % 32;
     for (int kk = 0; kk < HS / 16; kk++)
         for (int n = 0; n < N; n += 16) {
-            // Lane l gives the address of 8 columns of one of the block's 16 keys.
-            const int key = n + (lane / 16) * 8 + lane % 8;
+            // the row of a quadrant, 8 columns, whose address this lane gives
+            const int row = n + (lane / 16) * 8 + lane % 8;
             const int d = 16 * kk + ((lane / 8) % 2) * 8;
             uint32_t b_regs[4];
-            ldmatrix_x4(b_regs, smem_address(&k_smem[key][d]));
-            mma_m16n8k16_bf16(s[n / 8], q_regs[kk], b_regs[0], b_regs[1]);
-            mma_m16n8k16_bf16(s[n / 8 + 1], q_regs[kk], b_regs[2], b_regs[3]);
+            ldmatrix_x4(b_regs, smem_address(&b_smem[row][d]));
+            mma_m16n8k16_bf16(c[n / 8], a_regs[kk], b_regs[0], b_regs[1]);
+            mma_m16n8k16_bf16(c[n / 8 + 1], a_regs[kk], b_regs[2], b_regs[3]);
         }
 }
 
-// o += p · v. Two tiles of the accumulator p, 16×8 each, are one A operand of 16×16. v's rows are
-// the rows of a B operand, so ldmatrix transposes: of k-step kk keys 16·kk … +7 and 16·kk+8 … +15
-// of columns n … n+7, then of n+8 … n+15.
+// c += a · b over N rows of b: O += P V, and likewise dQ, dK and dV. Two tiles of the accumulator
+// a, 16×8 each, are one A operand of 16×16. b's rows are the rows of a B operand, so ldmatrix
+// transposes: of k-step kk rows 16·kk … +7 and 16·kk+8 … +15 of columns n … n+7, then of n+8 …
+// n+15.
 template <int HS, int N>
-__device__ void add_ab(Accumulator<HS>& o, const Accumulator<N>& p, const SmemTile<HS, N>& v_smem) {
+__device__ void add_ab(Accumulator<HS>& c, const Accumulator<N>& a, const SmemTile<HS, N>& b_smem) {
     const int lane = threadIdx.x % 32;
     // [quote]
     for (int kk = 0; kk < N / 16; kk++) {
-        const float (&left)[4] = p[2 * kk];
-        const float (&right)[4] = p[2 * kk + 1];
-        const uint32_t p_regs[4] = {pack_bf16(left[0], left[1]), pack_bf16(left[2], left[3]),
+        const float (&left)[4] = a[2 * kk];
+        const float (&right)[4] = a[2 * kk + 1];
+        const uint32_t a_regs[4] = {pack_bf16(left[0], left[1]), pack_bf16(left[2], left[3]),
                                     pack_bf16(right[0], right[1]), pack_bf16(right[2], right[3])};
         for (int n = 0; n < HS; n += 16) {
-            const int key = 16 * kk + lane % 16;
+            const int row = 16 * kk + lane % 16;
             const int d = n + (lane / 16) * 8;
             uint32_t b_regs[4];
-            ldmatrix_x4_trans(b_regs, smem_address(&v_smem[key][d]));
-            mma_m16n8k16_bf16(o[n / 8], p_regs, b_regs[0], b_regs[1]);
-            mma_m16n8k16_bf16(o[n / 8 + 1], p_regs, b_regs[2], b_regs[3]);
+            ldmatrix_x4_trans(b_regs, smem_address(&b_smem[row][d]));
+            mma_m16n8k16_bf16(c[n / 8], a_regs, b_regs[0], b_regs[1]);
+            mma_m16n8k16_bf16(c[n / 8 + 1], a_regs, b_regs[2], b_regs[3]);
         }
     }
     // [end]
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(const __grid_constant__ Ba
     const int q0 = w.tile * Br;
     const int warp_q0 = q0 + threadIdx.x / 32 * 16;
     const int lane_q = fragment_row(warp_q0, 0, lane);  // this lane's queries: lane_q, lane_q + 8
-    const int T = args.s.Tq;
+    const int T = args.s.Tq;                            // and Tk
     Fragments<HS> q_regs;
     Fragments<HS> do_regs;
     Fragments<HS> o_regs;
@@ -349,7 +351,7 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
     const int k0 = w.tile * Bc;
     const int warp_k0 = k0 + threadIdx.x / 32 * 16;
     const int lane_k = fragment_row(warp_k0, 0, lane);  // this lane's keys: lane_k, lane_k + 8
-    const int T = args.s.Tq;
+    const int T = args.s.Tq;                            // and Tk
     Fragments<HS> k_regs;
     Fragments<HS> v_regs;
     load_rows<HS>(k_regs, w.head<HS>(args.k), args.k.token_stride, lane_k, T);
@@ -362,7 +364,7 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
         load_tile<HS, Br>(q_smem, w.head<HS>(args.q), args.q.token_stride, q0, T);
         load_tile<HS, Br>(do_smem, w.head<HS>(args.dout), args.dout.token_stride, q0, T);
         if (threadIdx.x < Br) {
-            // with an lse of +inf a row that does not exist has P = 0
+            // rows that do not exist get an lse of +inf, so that their P is 0
             const int row = q0 + threadIdx.x;
             lse_log2_smem[threadIdx.x] = row < T ? w.stats(args.lse)[row] * kLog2e : INFINITY;
             D_smem[threadIdx.x] = row < T ? w.stats(args.D)[row] : 0.f;
