@@ -75,7 +75,7 @@ constexpr int Br = 64;
 constexpr int Bc = 128;
 constexpr int kRowBytes = 128;  // of a panel
 
-// 40 KB and 80 KB.
+// 40 KB at HS 64, 80 KB at HS 128.
 template <int HS>
 struct ForwardSharedMemory {
     bf16 q[Br * HS];
@@ -93,7 +93,7 @@ constexpr int kTile = 64;
 template <int HS>
 using BackwardTile = bf16[kTile * HS];
 
-// 48 KB and 96 KB.
+// 48 KB at HS 64, 96 KB at HS 128.
 template <int HS>
 struct DqSharedMemory {
     bf16 q[kTile * HS];
@@ -104,7 +104,7 @@ struct DqSharedMemory {
     FullBarriers<2> kv_full;  // a stage of K and V is there
 };
 
-// 49 KB and 97 KB.
+// 49 KB at HS 64, 97 KB at HS 128.
 template <int HS>
 struct DkdvSharedMemory {
     bf16 k[kTile * HS];
@@ -179,7 +179,7 @@ __device__ __forceinline__ void start_abt(float (&s)[N][4], uint64_t a_tile, uin
 }
 // [end]
 
-// Starts c += a · b, with a's columns being the tile's rows.
+// Starts c += a · b. a's columns are the tile's rows, so wgmma transposes the tile.
 template <int N, int K>
 __device__ __forceinline__ void start_add_ab(float (&c)[N][4], uint32_t (&a_regs)[K][4],
                                              uint64_t b_tile) {
@@ -342,7 +342,7 @@ __device__ __forceinline__ LseD lse_and_D(const BackwardArgs<Y>& args, const Wor
         for (int d = (threadIdx.x % 4) * 8; d < HS; d += 4 * 8)
             x.D += dot8(*reinterpret_cast<const uint4*>(dout + d),
                         *reinterpret_cast<const uint4*>(out + d));
-        x.lse_log2 = w.stats(args.lse)[row] * static_cast<float>(M_LOG2E);
+        x.lse_log2 = w.stats(args.lse)[row] * kLog2e;
     }
     x.D = quad_sum(x.D);
     return x;
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
         const int k0 = j * kTile;
         const uint64_t k_tile = wgmma_descriptor(smem.k.address(j));
         const uint64_t v_tile = wgmma_descriptor(smem.v.address(j));
-        const uint64_t k_rows = wgmma_descriptor(smem.k.address(j), kTile * kRowBytes);
+        const uint64_t k_transposed = wgmma_descriptor(smem.k.address(j), kTile * kRowBytes);
         smem.kv_full.wait(j);
         start_abt<HS>(s, q_tile, k_tile);
         start_abt<HS>(dp, dout_tile, v_tile);
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
             for (int r = 0; r < 2; r++)
                 pack_a(ds_regs, n, r, s[n][2 * r] * (dp[n][2 * r] - D[r]),
                        s[n][2 * r + 1] * (dp[n][2 * r + 1] - D[r]));
-        start_add_ab(dq, ds_regs, k_rows);
+        start_add_ab(dq, ds_regs, k_transposed);
         wgmma_wait<0>(dq);
         __syncthreads();  // all warps are done with this stage
         if (leader && j + 2 < k_tiles)
@@ -512,8 +512,8 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
         const int q0 = first_q0 + i * kTile;
         const uint64_t q_tile = wgmma_descriptor(smem.q.address(i));
         const uint64_t dout_tile = wgmma_descriptor(smem.dout.address(i));
-        const uint64_t q_rows = wgmma_descriptor(smem.q.address(i), kTile * kRowBytes);
-        const uint64_t dout_rows = wgmma_descriptor(smem.dout.address(i), kTile * kRowBytes);
+        const uint64_t q_transposed = wgmma_descriptor(smem.q.address(i), kTile * kRowBytes);
+        const uint64_t dout_transposed = wgmma_descriptor(smem.dout.address(i), kTile * kRowBytes);
         const LseDPair* lse_D = smem.lse_D[i] + lane % 4;  // of fragment n: lse_D[4 * n]
         smem.q_full.wait(i);
         start_abt<HS>(s, k_tile, q_tile);
@@ -537,7 +537,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
         for (int n = 0; n < kTile / 8; n++)
             for (int r = 0; r < 2; r++)
                 pack_a(p_regs, n, r, s[n][2 * r], s[n][2 * r + 1]);
-        start_add_ab(dv, p_regs, dout_rows);
+        start_add_ab(dv, p_regs, dout_transposed);
 
         wgmma_wait<1>(dp);  // dV is still being added to
         for (int n = 0; n < kTile / 8; n++) {
@@ -546,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
                 pack_a(ds_regs, n, r, s[n][2 * r] * (dp[n][2 * r] - queries.columns[0].D),
                        s[n][2 * r + 1] * (dp[n][2 * r + 1] - queries.columns[1].D));
         }
-        start_add_ab(dk, ds_regs, q_rows);
+        start_add_ab(dk, ds_regs, q_transposed);
         wgmma_wait<0>(dv, dk);
         __syncthreads();  // all warps are done with this stage
         if (leader && i + 2 < q_tiles)
