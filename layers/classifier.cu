@@ -347,7 +347,7 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
             shifts_kernel<<<blocks, threads, 0, dev.stream>>>(s.shifts, head);
             LAUNCH_CHECK("shifts_kernel");
 
-            matmul_sm90_exponentials(dev, {.N = N, .K = C, .OC = Vp},
+            matmul_sm90_exponentials(dev, {.N = N, .K = C, .columns = Vp},
                                      {.out = dloss != 0.f ? dlogits : nullptr,
                                       .sums = s.sums,
                                       .inp = inp,

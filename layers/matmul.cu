@@ -257,7 +257,7 @@ void matmul_activation_forward(const Cuda& dev, X* out, X* pre, const X* inp, co
                                const X* bias, size_t N, int C, int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>) {
-        const Sm90Product product = {.N = N, .K = C, .OC = OC};
+        const Sm90Product product = {.N = N, .K = C, .columns = OC};
         if (matmul_sm90_supports(dev, product) && vectorises<X>(OC, out, pre, inp, weight, bias)) {
             matmul_sm90_activation_forward(
                 dev, product, {.out = out, .pre = pre, .inp = inp, .weight = weight, .bias = bias});
@@ -330,7 +330,7 @@ void matmul_activation_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* ou
                                 int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>) {
-        const Sm90Product product = {.N = N, .K = OC, .OC = C};
+        const Sm90Product product = {.N = N, .K = OC, .columns = C};
         if (matmul_sm90_supports(dev, product) &&
             vectorises<X>(C, dpre, out, scratch, dout, weight, pre)) {
             matmul_sm90_activation_backward(dev, product,
@@ -350,7 +350,7 @@ void matmul_activation_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* ou
 }
 
 size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
-    const Sm90Product product = {.N = N, .K = OC, .OC = C};
+    const Sm90Product product = {.N = N, .K = OC, .columns = C};
     const size_t fused =
         matmul_sm90_supports(dev, product) ? matmul_sm90_scratch_bytes(product) : 0;
     return std::max(fused, activation_scratch_bytes(dev, C));

@@ -1,9 +1,9 @@
 // Matmul with more work on each tile, bf16: wgmma + TMA + mbarrier, warp-specialised, clusters of
 // two (sm_90a).
 //
-//   forward       pre  = A·B + bias                        A = inp (N,K),   B = weightᵀ (K,OC)
+//   forward       pre  = A·B + bias                        A = inp (N,K),   B = weightᵀ (K,columns)
 //                 out  = f(pre)
-//   backward      dpre = (A·B)∘f'(pre)                     A = dout (N,K),  B = weight (K,OC)
+//   backward      dpre = (A·B)∘f'(pre)                     A = dout (N,K),  B = weight (K,columns)
 //                 out  = f(pre)
 //                 dpre_sum += Σ_rows dpre
 //   exponentials  out  = exp(A·B − shift of the row)       A, B as forward
@@ -40,8 +40,8 @@
 //
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
-//   B        shared memory, these stages   forward: as A, a row is one of OC
-//                                          backward: panels of 64 of OC, a row is one of K,
+//   B        shared memory, these stages   forward: as A, a row is a column of D
+//                                          backward: panels of 64 columns, a row is one of K,
 //                                          transposed by wgmma
 //   sums     registers                     accumulator of m64n256k16, or two of m64n128k16
 //   D        shared memory, 128 rows       rows of 512 bytes, 16-byte piece c of row r at
@@ -62,8 +62,8 @@
 // bounds the kernel and what was tried.
 //
 // Writes: pre, out, dpre, sums, every element.  Adds into: dpre_sum.
-// Limits: K must be a multiple of 64, and OC of 256, or of 8 for exponentials. Pointers must be
-// aligned to 16 bytes. Any N.
+// Limits: K must be a multiple of 64, and the columns of 256, or of 8 for exponentials. Pointers
+// must be aligned to 16 bytes. Any N.
 // Run: ./dev/bench_train --breakdown
 #pragma once
 #include <cuda_fp16.h>
@@ -80,17 +80,21 @@ namespace {
 
 constexpr int kCluster = 2;  // blocks
 
+// In shared memory a matrix is cut into panels of kPanel columns, whose rows are 128 bytes.
+constexpr int kPanel = 64;
+constexpr int kPanelRowBytes = kPanel * sizeof(bf16);
+
 // A block's tile, and how far a stage reaches along K.
-constexpr int kRows = 128;
-constexpr int kColumns = kSm90Columns;
-constexpr int kChunk = 64;
+constexpr int kTileRows = 128;
+constexpr int kTileColumns = kSm90Columns;
+constexpr int kChunk = kPanel;
 constexpr int kStages = 3;  // as many as fit in shared memory
 
 constexpr int kMmaWarps = 8;
 constexpr int kGroupWarps = 4;  // warps in a warpgroup
 constexpr int kGroups = kMmaWarps / kGroupWarps;
-constexpr int kGroupRows = kRows / kGroups;
-constexpr int kMmaWarpRows = kRows / kMmaWarps;
+constexpr int kGroupRows = kTileRows / kGroups;
+constexpr int kMmaWarpRows = kTileRows / kMmaWarps;
 
 // A block can have this many epilogue warps, so that it has three or four warpgroups.
 constexpr int kFew = 3;
@@ -100,18 +104,18 @@ constexpr int kMmaRegisters = 160;
 constexpr int kOtherRegisters = 96;
 // Rows that an epilogue warp finishes at a time.
 constexpr int kSliceRows = 8;
-constexpr int kSlices = kRows / kSliceRows;
+constexpr int kSlices = kTileRows / kSliceRows;
 
 constexpr int kBand = 16;  // exponentials: pairs of tiles in a band, 4096 rows
 
 // A block's shared memory, 208 KB.
 struct SharedMemory {
     struct Stage {
-        bf16 a[kRows * kChunk];
-        bf16 b[kColumns * kChunk];
+        bf16 a[kTileRows * kChunk];
+        bf16 b[kTileColumns * kChunk];
     };
     Stage stages[kStages];
-    bf16 d[kRows * kColumns];
+    bf16 d[kTileRows * kTileColumns];
 
     // mbarriers
     uint64_t full[kStages];
@@ -125,7 +129,8 @@ static_assert(sizeof(SharedMemory::Stage) % 1024 == 0 && sizeof(SharedMemory::St
 constexpr int kStageBytes = sizeof(SharedMemory::Stage);
 constexpr int kABytes = sizeof(SharedMemory::Stage::a);
 constexpr int kBBytes = sizeof(SharedMemory::Stage::b);
-constexpr int kDRowBytes = kColumns * static_cast<int>(sizeof(bf16));
+constexpr int kBPanelBytes = kChunk * kPanelRowBytes;  // backward
+constexpr int kDRowBytes = kTileColumns * static_cast<int>(sizeof(bf16));
 constexpr int kOffsetD = offsetof(SharedMemory, d);
 
 enum class Mode { forward, backward, backward_recompute, exponentials };
@@ -133,17 +138,17 @@ enum class Mode { forward, backward, backward_recompute, exponentials };
 // A work item is a pair of tiles, one below the other, which a cluster computes at a time.
 struct Problem {
     int N;
-    int OC;
+    int columns;
     int chunks;        // of K
-    int tile_columns;  // how many tiles are next to each other
+    int tiles_across;  // how many tiles are next to each other
     int work_items;
     const bf16* bias;    // forward
     const bf16* pre_in;  // backward
     bf16* pre;
     bf16* out;
     bf16* dpre;
-    // Backward: sums of columns (tiles below each other, kEpilogueWarps, OC). Exponentials: sums of
-    // rows (tile_columns, N).
+    // Backward: sums of columns (tiles below each other, kEpilogueWarps, columns). Exponentials:
+    // sums of rows (tiles_across, N).
     float* partials;
     // For exponentials, which are written if out is not null:
     int pairs;            // how many pairs of tiles are below each other
@@ -160,7 +165,7 @@ struct Block {
     static constexpr bool kExponentials = mode == Mode::exponentials;
     static constexpr int kThreads = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
     static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;  // instructions for the columns
-    static constexpr int kPartTiles = kColumns / 8 / kParts;        // 8 columns each
+    static constexpr int kPartTiles = kTileColumns / 8 / kParts;    // 8 columns each
     static constexpr int kRowsAtOnce = kBackward ? 2 : 4;  // rows whose arithmetic is interleaved
     // d_full has one phase per tile, and an epilogue warp must not miss one.
     static_assert(kEpilogueWarps <= kSlices / kGroups);
@@ -195,30 +200,26 @@ struct Block {
         return barrier(offsetof(SharedMemory, d_empty), mma_warp);
     }
 
-    // begin ≤ x < begin + size, in one comparison: a negative difference wraps to a large number.
-    __device__ static bool is_in_range(int x, int begin, unsigned size) {
-        return static_cast<unsigned>(x - begin) < size;
-    }
-
-    // Where a work item's tiles are: a pair of tiles below each other, and a column of tiles.
+    // Where a work item's tiles are, counted in pairs of tiles down and in tiles across.
     struct TileIndex {
         int pair;
-        int column;
+        int across;
     };
     __device__ TileIndex tile_index(int item) const {
         if constexpr (!kExponentials)
-            return {.pair = item / p.tile_columns, .column = item % p.tile_columns};
-        const int band = item / (kBand * p.tile_columns);
+            return {.pair = item / p.tiles_across, .across = item % p.tiles_across};
+
+        const int band = item / (kBand * p.tiles_across);
         const int pairs = min(kBand, p.pairs - band * kBand);  // in this band
-        const int i = item - band * kBand * p.tile_columns;
-        return {.pair = band * kBand + i % pairs, .column = i / pairs};
+        const int i = item - band * kBand * p.tiles_across;
+        return {.pair = band * kBand + i % pairs, .across = i / pairs};
     }
 
     // The first row and column of this block's tile.
     __device__ int row_of(int item) const {
-        return (tile_index(item).pair * kCluster + rank) * kRows;
+        return (tile_index(item).pair * kCluster + rank) * kTileRows;
     }
-    __device__ int column_of(int item) const { return tile_index(item).column * kColumns; }
+    __device__ int column_of(int item) const { return tile_index(item).across * kTileColumns; }
 
     __device__ void init_barriers() const {
         constexpr int kProducer = 1;
@@ -240,8 +241,8 @@ struct Block {
     // Loads this block's rows of A, and its half of the columns of B for both blocks.
     __device__ __forceinline__ void producer() const {
         constexpr uint16_t kBothBlocks = (1 << kCluster) - 1;
-        constexpr int kHalf = kColumns / kCluster;
-        const int mine = rank * kHalf;  // the first of this block's columns
+        constexpr int kHalf = kTileColumns / kCluster;
+        const int first = rank * kHalf;  // of this block's columns of the tile
 
         PipelineState<kStages> state;
         // Chunk: wait until the MMA warps of both blocks have released the stage · load A and B
@@ -256,12 +257,13 @@ struct Block {
                 mbarrier_arrive_expect(barrier, kStageBytes);
                 tma_load_4d(a_smem(state.index), &a_map, barrier, 0, k, row, 0);
                 if constexpr (kBackward) {
-                    for (int c = 0; c < kHalf; c += 64)
-                        tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
-                                              (column + mine + c) / 64, k * kChunk, 0, kBothBlocks);
+                    for (int c = 0; c < kHalf; c += kPanel)
+                        tma_load_4d_multicast(b + (first + c) * kPanelRowBytes, &b_map, barrier, 0,
+                                              (column + first + c) / kPanel, k * kChunk, 0,
+                                              kBothBlocks);
                 } else {
-                    tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k,
-                                          column + mine, 0, kBothBlocks);
+                    tma_load_4d_multicast(b + first * kPanelRowBytes, &b_map, barrier, 0, k,
+                                          column + first, 0, kBothBlocks);
                 }
             }
         }
@@ -278,7 +280,7 @@ struct Block {
         };
 
         PipelineState<kStages> state;
-        uint32_t d_phase = 1;
+        uint32_t d_phase = 1;  // of d_empty: at first D is empty (cuda/pipeline_sm90.cuh)
         // Tile: for each chunk (wait for it · start its products · release the one before)
         //       · release the last chunk · wait until D is empty · store D · tell the epilogue
         for (int item = first_item; item < p.work_items; item += clusters) {
@@ -297,7 +299,8 @@ struct Block {
 
             if constexpr (kExponentials)  // while the last chunk's products are still under way
                 for (int i = 0; i < 2; i++)
-                    shift[i] = p.shifts[min(row_of(item) + warp * 16 + i * 8 + lane / 4, p.N - 1)];
+                    shift[i] = p.shifts[min(row_of(item) + warp * kMmaWarpRows + i * 8 + lane / 4,
+                                            p.N - 1)];
             wgmma_wait<0>();
             for (int h = 0; h < kParts; h++)
                 wgmma_fence_operand(d[h]);
@@ -317,19 +320,19 @@ struct Block {
     // Starts the products of chunk k: d = A·B for a tile's first chunk, d += A·B for the others.
     __device__ __forceinline__ void start_products(Accumulators& d, int warp, int stage,
                                                    int k) const {
-        constexpr int kStepA = 32;  // bytes of a k-step of 16
-        constexpr int kStepB = kBackward ? 16 * 128 : 32;
-        constexpr uint32_t kNext64 = kBackward ? 64 * kChunk * 2 : 16;
         const int group_row = warp / kGroupWarps * kGroupRows;
-        const uint64_t a = wgmma_descriptor(a_smem(stage) + group_row * kChunk * 2);
-        const uint64_t b = wgmma_descriptor(b_smem(stage), kNext64);
+        const uint64_t a = wgmma_descriptor(a_smem(stage) + group_row * kPanelRowBytes);
+        const uint64_t b = kBackward ? wgmma_descriptor(b_smem(stage), kBPanelBytes)
+                                     : wgmma_descriptor(b_smem(stage));
 
         wgmma_fence();
         for (int kk = 0; kk < kChunk / 16; kk++) {
             const bool accumulate = k > 0 || kk > 0;
-            const uint64_t a_step = wgmma_advance(a, kk * kStepA);
+            const uint64_t a_step = wgmma_column_step<kTileRows>(a, kk);
             for (int h = 0; h < kParts; h++) {
-                const uint64_t b_step = wgmma_advance(b, h * (kBBytes / kParts) + kk * kStepB);
+                const uint64_t b_part = wgmma_advance(b, h * (kBBytes / kParts));
+                const uint64_t b_step = kBackward ? wgmma_row_step(b_part, kk)
+                                                  : wgmma_column_step<kTileColumns>(b_part, kk);
                 wgmma_ss<false, kBackward>(d[h], a_step, b_step, accumulate);
             }
         }
@@ -340,7 +343,7 @@ struct Block {
     // the bias, exponentials subtract the shift.
     __device__ __forceinline__ void store_d(uint32_t d_row, const Accumulators& d, const bf16* bias,
                                             const float (&shift)[2], int lane) const {
-        for (int n = 0; n < kColumns / 8; n += 2) {
+        for (int n = 0; n < kTileColumns / 8; n += 2) {
             // Two 16 × 8 tiles of accumulators, the upper and the lower half of each.
             uint32_t packed[4];
             for (int i = 0; i < 4; i++) {
@@ -419,10 +422,15 @@ struct Block {
         return x[0];
     }
 
-    // This lane's eight columns of a row of pre, or of the last row beyond N.
-    __device__ __forceinline__ Vec<bf16, 8> load_pre(int row, int column, int lane) const {
-        return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column +
-                       lane * 8);
+    // This lane's eight columns of a tile's row of pre, or of the last row beyond N.
+    __device__ __forceinline__ Vec<bf16, 8> load_pre(int row, int first_column, int lane) const {
+        return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.columns +
+                       first_column + lane * 8);
+    }
+
+    // begin ≤ x < begin + size, in one comparison: a negative difference wraps to a large number.
+    __device__ static bool is_in_range(int x, int begin, unsigned size) {
+        return static_cast<unsigned>(x - begin) < size;
     }
 
     // Exponentials: writes the sums of a slice's rows over this tile's columns.
@@ -432,7 +440,7 @@ struct Block {
         const float row_sum = sums_over_warp(row_sums, lane);
         const int sum_row = row + lane / kLanesPerRow;
         if (lane % kLanesPerRow == 0 && sum_row < p.N)
-            p.partials[static_cast<size_t>(first_column / kColumns) * p.N + sum_row] = row_sum;
+            p.partials[static_cast<size_t>(first_column / kTileColumns) * p.N + sum_row] = row_sum;
     }
 
     __device__ __forceinline__ void epilogue_warp(int warp, int lane) const {
@@ -462,20 +470,21 @@ struct Block {
             const int next_item_row = row_of(next_item);
             const int next_item_column = column_of(next_item);
 
-            // The last tile of the exponentials may extend past OC.
-            const bool write = p.out && column < p.OC;
+            // The last tile of the exponentials may extend past the columns.
+            const bool write = p.out && column < p.columns;
             Vec<float, 8> sum = {};  // backward: of this warp's rows of the tile
 #pragma unroll 1
             for (; slice < kSlices; slice += kEpilogueWarps) {
                 const int writer = slice * kSliceRows / kMmaWarpRows;  // the MMA warp of these rows
                 const int row = first_row + slice * kSliceRows;
                 const int next_slice = slice + kEpilogueWarps;
-                const int next_row = (next_slice < kSlices ? first_row : next_item_row) +
-                                     (next_slice % kSlices) * kSliceRows;
-                const int next_column = next_slice < kSlices ? first_column : next_item_column;
+                const bool same_tile = next_slice < kSlices;
+                const int next_row =
+                    (same_tile ? first_row : next_item_row) + (next_slice % kSlices) * kSliceRows;
+                const int next_column = same_tile ? first_column : next_item_column;
 
                 const unsigned char* d_smem = smem + kOffsetD + slice * kSliceRows * kDRowBytes;
-                const size_t at = static_cast<size_t>(row) * p.OC + column;
+                const size_t at = static_cast<size_t>(row) * p.columns + column;
                 const int target =
                     kExponentials ? p.targets[min(row + lane % kSliceRows, p.N - 1)] : 0;
                 float row_sums[kSliceRows] = {};
@@ -484,8 +493,8 @@ struct Block {
 
                 // In 21 of 22 slices there is neither a target nor padding, so that no element
                 // needs to be tested.
-                const bool target_in_tile = is_in_range(target, first_column, kColumns);
-                const bool all_wanted = kExponentials && first_column + kColumns <= p.V &&
+                const bool target_in_tile = is_in_range(target, first_column, kTileColumns);
+                const bool all_wanted = kExponentials && first_column + kTileColumns <= p.V &&
                                         __all_sync(kFullMask, !target_in_tile);
 #pragma unroll
                 for (int g = 0; g < kSliceRows; g += kRowsAtOnce) {
@@ -496,18 +505,19 @@ struct Block {
 #pragma unroll
                             for (int i = g; i < g + kRowsAtOnce; i++) {
                                 const void* piece = d_smem + i * kDRowBytes + ((lane ^ i) << 4);
-                                const size_t to = at + static_cast<size_t>(i) * p.OC;
+                                const size_t row_at = at + static_cast<size_t>(i) * p.columns;
                                 if constexpr (kExponentials) {
-                                    // Wraps to 8 or more if no column of this lane is the target.
+                                    // Which of this lane's columns is the row's target. If none
+                                    // is, it wraps to 8 or more.
                                     const uint32_t k = __shfl_sync(kFullMask, target, i) - column;
                                     const auto z = load<8>(static_cast<const __half*>(piece));
                                     const uint32_t target_bit = k < 8 ? 1u << k : 0u;
                                     const uint32_t wanted = in_vocabulary & ~target_bit;
                                     row_sums[i] = finish_exponentials<all>(
-                                        z, wanted, write && row + i < p.N, to);
+                                        z, wanted, write && row + i < p.N, row_at);
                                 } else {
-                                    finish_activation(load<8>(static_cast<const bf16*>(piece)),
-                                                      pre[i], sum, row + i < p.N, to);
+                                    const auto d = load<8>(static_cast<const bf16*>(piece));
+                                    finish_activation(d, pre[i], sum, row + i < p.N, row_at);
                                 }
                             }
                         };
@@ -529,8 +539,9 @@ struct Block {
                     write_row_sums(row_sums, lane, row, first_column);
             }
             if constexpr (kBackward) {
-                const size_t row = static_cast<size_t>(first_row / kRows) * kEpilogueWarps + warp;
-                store(p.partials + row * p.OC + column, sum);
+                const size_t row =
+                    static_cast<size_t>(first_row / kTileRows) * kEpilogueWarps + warp;
+                store(p.partials + row * p.columns + column, sum);
             }
             d_phase ^= 1;
             slice -= kSlices;  // this warp's first slice of the next tile

@@ -56,19 +56,19 @@ struct Matrix {
     int columns;
 };
 
-// Describes m for boxes of 64 columns by `box_rows` rows: as one sequence, whose tokens are the
-// rows of m and whose heads are panels of 64 columns. The coordinates of a box are (0, column / 64,
-// row, 0).
+// Describes m for boxes of kPanel columns by `box_rows` rows: as one sequence, whose tokens are the
+// rows of m and whose heads are its panels. The coordinates of a box are (0, panel, row, 0).
 CUtensorMap matrix_map(const char* name, const Matrix& m, int box_rows) {
     const HeadsView<const bf16> panels = {.ptr = m.x,
                                           .batch_stride = m.rows * m.columns,
                                           .token_stride = static_cast<size_t>(m.columns)};
     const HeadsShape shape = {
-        .B = 1, .T = static_cast<int>(m.rows), .heads = m.columns / 64, .HS = 64};
+        .B = 1, .T = static_cast<int>(m.rows), .heads = m.columns / kPanel, .HS = kPanel};
     return tensor_map(name, panels, shape, box_rows);
 }
 
-// The factors of a product as they are in memory: A (N,K), and B (OC,K), or (K,OC) for backward.
+// The factors of a product as they are in memory: A (N,K), and B (columns,K), or (K,columns) for
+// backward.
 struct Factors {
     const bf16* a;
     const bf16* b;
@@ -91,20 +91,22 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     using Block = ::Block<mode, kEpilogueWarps>;
     const size_t N = product.N;
     const int K = product.K;
-    const int OC = product.OC;
+    const int columns = product.columns;
 
     const Matrix a = {.x = factors.a, .rows = N, .columns = K};
-    const CUtensorMap a_map = matrix_map("A", a, kRows);
-    const Matrix b = Block::kBackward ? Matrix{.x = factors.b, .rows = size_t(K), .columns = OC}
-                                      : Matrix{.x = factors.b, .rows = size_t(OC), .columns = K};
-    const CUtensorMap b_map = matrix_map("B", b, Block::kBackward ? kChunk : kColumns / kCluster);
+    const CUtensorMap a_map = matrix_map("A", a, kTileRows);
+    const Matrix b = Block::kBackward
+                         ? Matrix{.x = factors.b, .rows = size_t(K), .columns = columns}
+                         : Matrix{.x = factors.b, .rows = size_t(columns), .columns = K};
+    const CUtensorMap b_map =
+        matrix_map("B", b, Block::kBackward ? kChunk : kTileColumns / kCluster);
 
     p.N = static_cast<int>(N);
-    p.OC = OC;
+    p.columns = columns;
     p.chunks = K / kChunk;
-    p.tile_columns = static_cast<int>(ceil_div(OC, kColumns));
-    p.pairs = static_cast<int>(ceil_div(N, kRows * kCluster));
-    p.work_items = p.pairs * p.tile_columns;
+    p.tiles_across = static_cast<int>(ceil_div(columns, kTileColumns));
+    p.pairs = static_cast<int>(ceil_div(N, kTileRows * kCluster));
+    p.work_items = p.pairs * p.tiles_across;
 
     const auto kernel = matmul_sm90_kernel<mode, kEpilogueWarps>;
     constexpr int kSmem = sizeof(SharedMemory);
@@ -114,7 +116,7 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = kCluster;
+    config.gridDim = kCluster;  // for max_clusters(), which needs only a valid one
     config.blockDim = Block::kThreads;
     config.dynamicSmemBytes = kSmem;
     config.stream = dev.stream;
@@ -122,18 +124,18 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     config.numAttrs = 1;
     const int clusters = std::clamp(max_clusters(dev, kernel, config), 1, p.work_items);
     config.gridDim = kCluster * clusters;
-    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a_map, b_map, static_cast<const Problem&>(p)));
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a_map, b_map, p));
 }
 
 // How many rows of partial sums a backward call writes.
 int partial_rows(size_t N, int epilogue_warps) {
-    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * epilogue_warps;
+    return static_cast<int>(ceil_div(N, kCluster * kTileRows)) * kCluster * epilogue_warps;
 }
 
 }  // namespace
 
 bool matmul_sm90_supports(const Cuda& dev, const Sm90Product& product) {
-    return dev.sm90a && product.K % kChunk == 0 && product.OC % kColumns == 0;
+    return dev.sm90a && product.K % kChunk == 0 && product.columns % kTileColumns == 0;
 }
 
 void matmul_sm90_activation_forward(const Cuda& dev, const Sm90Product& product,
@@ -149,7 +151,7 @@ void matmul_sm90_activation_forward(const Cuda& dev, const Sm90Product& product,
 }
 
 size_t matmul_sm90_scratch_bytes(const Sm90Product& product) {
-    return static_cast<size_t>(partial_rows(product.N, kMany)) * product.OC * sizeof(float);
+    return static_cast<size_t>(partial_rows(product.N, kMany)) * product.columns * sizeof(float);
 }
 
 void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product,
@@ -170,7 +172,7 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
         add_partials(dev, {o.dpre_sum},
                      {.rows = p.partials,
                       .count = partial_rows(product.N, epilogue_warps),
-                      .columns = product.OC});
+                      .columns = product.columns});
     };
     if (product.K < kLongK)
         run(std::integral_constant<int, kMany>());

@@ -4,15 +4,16 @@
 #pragma once
 #include "cuda/cuda.h"
 
-// The sizes of a product (N,K)·(K,OC). For backward, OC is the number of the layer's inputs.
+// The sizes of a product (N,K)·(K,columns). A layer's outputs are the columns in forward and K in
+// backward.
 struct Sm90Product {
     size_t N = 0;
     int K = 0;
-    int OC = 0;
+    int columns = 0;
 };
 bool matmul_sm90_supports(const Cuda& dev, const Sm90Product& product);
 
-// Writes pre (N,OC) = inp (N,K)·weight (OC,K)ᵀ + bias, out = f(pre).
+// Writes pre (N,columns) = inp (N,K)·weight (columns,K)ᵀ + bias, out = f(pre).
 struct Sm90ForwardOperands {
     bf16* out = nullptr;
     bf16* pre = nullptr;
@@ -23,8 +24,9 @@ struct Sm90ForwardOperands {
 void matmul_sm90_activation_forward(const Cuda& dev, const Sm90Product& product,
                                     const Sm90ForwardOperands& o);
 
-// Writes dpre (N,OC) = (dout (N,K)·weight (K,OC))∘f'(pre) and adds its sum over rows into dpre_sum.
-// Also writes out = f(pre), unless out is null. Needs matmul_sm90_scratch_bytes() of scratch.
+// Writes dpre (N,columns) = (dout (N,K)·weight (K,columns))∘f'(pre) and adds its sum over rows into
+// dpre_sum. Also writes out = f(pre), unless out is null. Needs matmul_sm90_scratch_bytes() of
+// scratch.
 struct Sm90BackwardOperands {
     bf16* dpre = nullptr;
     float* dpre_sum = nullptr;
@@ -38,10 +40,11 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
                                      const Sm90BackwardOperands& o);
 size_t matmul_sm90_scratch_bytes(const Sm90Product& product);
 
-// For each row of x = inp (N,K)·weight (OC,K)ᵀ writes exp(x − shift) to out (N,OC), unless out is
-// null, and its sums over each kSm90Columns columns to sums (⌈OC/kSm90Columns⌉,N). shifts (N) holds
-// the shifts times log2 e. The row's target and columns from V on get 0 and are not part of the
-// sums. Limits: N ≥ 1, K a multiple of 64, OC a multiple of 8.
+// For each row of x = inp (N,K)·weight (columns,K)ᵀ writes exp(x − shift) to out (N,columns),
+// unless out is null, and its sums over each kSm90Columns columns to sums
+// (⌈columns/kSm90Columns⌉,N). shifts (N) holds the shifts times log2 e. The row's target and
+// columns from V on get 0 and are not part of the sums. Limits: N ≥ 1, K and columns multiples of
+// 64 and 8.
 constexpr int kSm90Columns = 256;  // of a block's tile
 struct Sm90ExponentialOperands {
     bf16* out = nullptr;
