@@ -2,12 +2,12 @@
 //
 //   mean = Σ x / C
 //   rstd = 1/√(Σ (x − mean)² / C + eps)
-//   n    = (x − mean)·rstd
-//   out  = weight∘n + bias
+//   norm = (x − mean)·rstd
+//   out  = weight∘norm + bias
 //
-//   g         = weight∘dout
-//   dinp     += rstd·(g − mean(g) − n·mean(g∘n))
-//   dweight  += Σ_rows dout∘n
+//   dnorm     = weight∘dout
+//   dinp     += rstd·(dnorm − mean(dnorm) − norm·mean(dnorm∘norm))
+//   dweight  += Σ_rows dout∘norm
 //   dbias    += Σ_rows dout
 //   dinp_sum += Σ_rows dinp
 //
@@ -44,8 +44,8 @@ namespace {
 
 constexpr int kMaxChannels = 8192;
 
-// Forward and the rows kernel start with the last rows: the matmul before has just written those,
-// so they are still in L2.
+// Forward and the rows kernel take rows in turns, the last row first: the matmul before has just
+// written the last rows, so they are still in L2.
 __device__ size_t row_of_turn(size_t turn, size_t N) {
     return N - 1 - turn;
 }
@@ -142,7 +142,7 @@ constexpr int kFewThreads = 128;
 // What backward sums over all rows. Each block writes its sums to partials (gridDim, kSums, C) in
 // this order, which is also the order of the outputs of add_partials.
 enum ColumnSum {
-    kDweight,  // of dout∘n
+    kDweight,  // of dout∘norm
     kDbias,    // of dout
     kDinpSum,  // of dinp
     kSums
@@ -150,8 +150,8 @@ enum ColumnSum {
 
 // What backward sums over a row.
 struct alignas(8) RowSums {
-    float g;
-    float gn;  // g∘n
+    float dnorm;
+    float dnorm_norm;  // dnorm∘norm
 };
 
 template <class X, int V, int MaxThreads>
@@ -199,48 +199,48 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
             old[k] = load<V>(dinp + row * C + column[k]);
         }
 
-        float sum_g = 0.f;
-        float sum_gn = 0.f;
+        float dnorm_sum = 0.f;
+        float dnorm_norm_sum = 0.f;
         for (int k = 0; k < K; k++) {
             if (column[k] >= C)
                 continue;
             for (int i = 0; i < V; i++) {
-                const float n = (x[k][i] - m) * s;
-                const float g = __fmul_rn(w[k][i], dy[k][i]);
-                sum_g += g;
-                sum_gn += g * n;
-                dweight[k].x[i] += dy[k][i] * n;
+                const float norm = (x[k][i] - m) * s;
+                const float dnorm = __fmul_rn(w[k][i], dy[k][i]);
+                dnorm_sum += dnorm;
+                dnorm_norm_sum += dnorm * norm;
+                dweight[k].x[i] += dy[k][i] * norm;
                 dbias[k].x[i] += dy[k][i];
             }
         }
 
-        sum_g = warp_sum(sum_g);
-        sum_gn = warp_sum(sum_gn);
+        dnorm_sum = warp_sum(dnorm_sum);
+        dnorm_norm_sum = warp_sum(dnorm_norm_sum);
         if (lane == 0)
-            sums_smem[buffer][warp] = {.g = sum_g, .gn = sum_gn};
+            sums_smem[buffer][warp] = {.dnorm = dnorm_sum, .dnorm_norm = dnorm_norm_sum};
         __syncthreads();
 
-        float mean_g = 0.f;
-        float mean_gn = 0.f;
+        float dnorm_mean = 0.f;
+        float dnorm_norm_mean = 0.f;
         for (int i = 0; i < warps; i++) {
-            mean_g += sums_smem[buffer][i].g;
-            mean_gn += sums_smem[buffer][i].gn;
+            dnorm_mean += sums_smem[buffer][i].dnorm;
+            dnorm_norm_mean += sums_smem[buffer][i].dnorm_norm;
         }
-        mean_g *= inverse_C;
-        mean_gn *= inverse_C;
+        dnorm_mean *= inverse_C;
+        dnorm_norm_mean *= inverse_C;
         buffer ^= 1;
 
-        // Recomputing n and g is cheaper than keeping them in registers. In short rows g and
-        // mean(g) cancel, and rstd, which can be 316, multiplies what is left. So g must be the
-        // same rounded number here as in the sum, not part of an fma: hence __fmul_rn.
+        // Recomputing norm and dnorm is cheaper than keeping them in registers. In short rows dnorm
+        // and mean(dnorm) cancel, and rstd, which can be 316, multiplies what is left. So dnorm
+        // must be the same rounded number here as in the sum, not part of an fma: hence __fmul_rn.
         for (int k = 0; k < K; k++) {
             if (column[k] >= C)
                 continue;
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
-                const float n = (x[k][i] - m) * s;
-                const float g = __fmul_rn(w[k][i], dy[k][i]);
-                dx.x[i] = old[k][i] + s * (g - mean_g - n * mean_gn);
+                const float norm = (x[k][i] - m) * s;
+                const float dnorm = __fmul_rn(w[k][i], dy[k][i]);
+                dx.x[i] = old[k][i] + s * (dnorm - dnorm_mean - norm * dnorm_norm_mean);
             }
             const Vec<X, V> stored = round_to<X>(dx);
             store(dinp + row * C + column[k], stored);
@@ -259,7 +259,8 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
     }
 }
 
-// The rows kernel, for sm_90 and rows of C bf16.
+// -------------------------------------------------------------------------------------------------
+// The rows kernel, for sm_90 and rows of C bf16
 
 // Warps per block, the only block on its SM.
 template <int C>
@@ -267,11 +268,11 @@ constexpr int kRowWarps = (C <= 768)    ? 16  // 128 registers a thread, of whic
                           : (C <= 1024) ? 12  // 168
                                         : 8;  // 255
 constexpr int kRowStages = 2;
-enum RowOfStage { kDout, kInp, kDinp, kRows };  // of C bf16 each
+// What a stage holds: one row of each, of C bf16.
+enum RowOfStage { kDout, kInp, kDinp, kRowsOfStage };
 
-// A warp owns a row, each lane K vectors of it. Warp w of block b handles turns b·W + w + i·stride,
-// where a turn is a row counted from the last one. partials is as above.
-
+// A warp owns a row, each lane K vectors of it. Warp w of block b handles turns b·W + w + i·stride.
+// partials is as for layernorm_backward_kernel.
 template <int C>
 __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     layernorm_backward_rows_kernel(bf16* dinp, float* partials, const bf16* dout, const bf16* inp,
@@ -280,8 +281,9 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
 #if __CUDA_ARCH__ >= 900
     constexpr int V = 8;
     constexpr int K = ceil_div(C, kWarp * V);
+    constexpr int kNextVector = kWarp * V;  // elements from one of a lane's vectors to its next
     constexpr int W = kRowWarps<C>;
-    // [W][kRowStages][kRows][C] of bf16, and in the end [W][kSums][C] of float
+    // [W][kRowStages][kRowsOfStage][C] of bf16, and in the end [W][kSums][C] of float
     extern __shared__ uint4 ring_smem[];
     // There are no registers to keep weight, dout and inp, so each is read twice.
     __shared__ alignas(16) bf16 weight_smem[C];
@@ -289,8 +291,8 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
     const size_t stride = size_t{gridDim.x} * W;
-    bf16* const ring =
-        reinterpret_cast<bf16*>(ring_smem) + static_cast<size_t>(warp) * kRowStages * kRows * C;
+    bf16* const ring = reinterpret_cast<bf16*>(ring_smem) +
+                       static_cast<size_t>(warp) * kRowStages * kRowsOfStage * C;
 
     const auto fetch = [&](size_t turn, int stage) {
         if (lane > 0 || turn >= N)
@@ -298,9 +300,9 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
 
         const size_t row = row_of_turn(turn, N);
         const uint32_t full = smem_address(&full_smem[warp][stage]);
-        const uint32_t dst = smem_address(ring + stage * kRows * C);
+        const uint32_t dst = smem_address(ring + stage * kRowsOfStage * C);
         constexpr int kBytes = C * sizeof(bf16);
-        mbarrier_arrive_expect(full, kRows * kBytes);
+        mbarrier_arrive_expect(full, kRowsOfStage * kBytes);
         bulk_load(dst + kDout * kBytes, dout + row * C, kBytes, full);
         bulk_load(dst + kInp * kBytes, inp + row * C, kBytes, full);
         bulk_load(dst + kDinp * kBytes, dinp + row * C, kBytes, full);
@@ -322,15 +324,15 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     float dweight[K][V] = {};
     float dbias[K][V] = {};
     float dsum[K][V] = {};
-    float m = 0.f;  // mean and rstd of the row
-    float s = 0.f;
+    float m = 0.f;  // the row's mean
+    float s = 0.f;  // its rstd
     if (turn < N) {
         m = mean[row_of_turn(turn, N)];
         s = rstd[row_of_turn(turn, N)];
     }
 
-    // Turn n: load mean and rstd of turn n + 1 · wait for the row · sums over the row, dweight and
-    // dbias · dinp and dinp_sum · fetch turn n + 2.
+    // Turn i: load mean and rstd of turn i + 1 · wait for the row · sums over the row, dweight and
+    // dbias · dinp and dinp_sum · fetch turn i + 2.
     uint32_t phase = 0;
     int stage = 0;
     for (; turn < N; turn += stride) {
@@ -342,29 +344,29 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             next_s = rstd[row - stride];
         }
 
-        const bf16* const stage_smem = ring + stage * kRows * C + lane * V;
+        const bf16* const lane_rows = ring + stage * kRowsOfStage * C + lane * V;
         mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
 
-        float sum_g = 0.f;
-        float sum_gn = 0.f;
+        float dnorm_sum = 0.f;
+        float dnorm_norm_sum = 0.f;
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
             if (c >= C)
                 continue;
-            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
+            const auto dy = load<V>(lane_rows + kDout * C + k * kNextVector);
             const auto w = load<V>(weight_smem + c);
-            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
+            const auto x = load<V>(lane_rows + kInp * C + k * kNextVector);
             for (int i = 0; i < V; i++) {
-                const float n = (x[i] - m) * s;
-                const float g = __fmul_rn(w[i], dy[i]);
-                sum_g += g;
-                sum_gn += g * n;
-                dweight[k][i] += dy[i] * n;
+                const float norm = (x[i] - m) * s;
+                const float dnorm = __fmul_rn(w[i], dy[i]);
+                dnorm_sum += dnorm;
+                dnorm_norm_sum += dnorm * norm;
+                dweight[k][i] += dy[i] * norm;
                 dbias[k][i] += dy[i];
             }
         }
-        const float mean_g = warp_sum(sum_g) * (1.f / C);
-        const float s_mean_gn = s * warp_sum(sum_gn) * (1.f / C);
+        const float dnorm_mean = warp_sum(dnorm_sum) * (1.f / C);
+        const float rstd_dnorm_norm_mean = s * warp_sum(dnorm_norm_sum) * (1.f / C);
 
         // Keeps the compiler from holding what was read above in registers, of which there are none
         // left.
@@ -373,14 +375,14 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             const int c = (k * kWarp + lane) * V;
             if (c >= C)
                 continue;
-            const auto dy = load<V>(stage_smem + kDout * C + k * kWarp * V);
+            const auto dy = load<V>(lane_rows + kDout * C + k * kNextVector);
             const auto w = load<V>(weight_smem + c);
-            const auto x = load<V>(stage_smem + kInp * C + k * kWarp * V);
-            const auto old = load<V>(stage_smem + kDinp * C + k * kWarp * V);
+            const auto x = load<V>(lane_rows + kInp * C + k * kNextVector);
+            const auto old = load<V>(lane_rows + kDinp * C + k * kNextVector);
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
-                const float g = __fmul_rn(w[i], dy[i]);
-                dx.x[i] = old[i] + s * (g - mean_g - (x[i] - m) * s_mean_gn);
+                const float dnorm = __fmul_rn(w[i], dy[i]);
+                dx.x[i] = old[i] + s * (dnorm - dnorm_mean - (x[i] - m) * rstd_dnorm_norm_mean);
             }
             const Vec<bf16, V> stored = round_to<bf16>(dx);
             store(dinp + row * C + c, stored);
@@ -402,12 +404,12 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     // Adds the warps' sums in order.
     __syncthreads();
     float* const sums_smem = reinterpret_cast<float*>(ring_smem);
-    float* const mine = sums_smem + static_cast<size_t>(warp) * kSums * C + lane * V;
+    float* const lane_sums = sums_smem + static_cast<size_t>(warp) * kSums * C + lane * V;
     for (int k = 0; k < K; k++)
         for (int i = 0; i < V && (k * kWarp + lane) * V < C; i++) {
-            mine[kDweight * C + k * kWarp * V + i] = dweight[k][i];
-            mine[kDbias * C + k * kWarp * V + i] = dbias[k][i];
-            mine[kDinpSum * C + k * kWarp * V + i] = dsum[k][i];
+            lane_sums[kDweight * C + k * kNextVector + i] = dweight[k][i];
+            lane_sums[kDbias * C + k * kNextVector + i] = dbias[k][i];
+            lane_sums[kDinpSum * C + k * kNextVector + i] = dsum[k][i];
         }
     __syncthreads();
 
@@ -499,11 +501,11 @@ struct LayernormBackward {
 };
 }  // namespace
 
-// Both return how many rows of partial sums they leave in partials.
+// This and launch_backward() return how many rows of partial sums they leave in partials.
 template <int C>
 static int launch_backward_rows(const Cuda& dev, const LayernormBackward<bf16>& o) {
     constexpr int kWarps = kRowWarps<C>;
-    constexpr int kSmem = kWarps * kRowStages * kRows * C * sizeof(bf16);
+    constexpr int kSmem = kWarps * kRowStages * kRowsOfStage * C * sizeof(bf16);
     const auto kernel = layernorm_backward_rows_kernel<C>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
 
@@ -551,11 +553,13 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
                                     .N = N,
                                     .C = C};
     int rows = 0;  // of partials
+    bool launched = false;
     if constexpr (std::is_same_v<X, bf16>) {
         if (dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight))
-            with_gpt2_channels(C, [&](auto size) { rows = launch_backward_rows<size>(dev, o); });
+            launched = with_gpt2_channels(
+                C, [&](auto size) { rows = launch_backward_rows<size>(dev, o); });
     }
-    if (rows == 0)
+    if (!launched)
         rows = launch_backward(dev, o);
 
     add_partials(dev, {dweight, dbias, dinp_sum},

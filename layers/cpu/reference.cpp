@@ -33,6 +33,10 @@ extern "C" __attribute__((simd("notinbranch"))) double exp(double) noexcept;
 
 constexpr size_t kBlock = 1024;
 
+// In a sum over rows, a thread handles this many columns at a time: whole cache lines, and enough
+// to vectorise.
+constexpr int kSlice = 64;
+
 // -------------------------------------------------------------------------------------------------
 // The device
 
@@ -54,10 +58,6 @@ void* Cpu::alloc(size_t bytes) const {
                    bytes, total_bytes));
     return p;
 }
-
-// In a sum over rows, a thread handles this many columns at a time: whole cache lines, and enough
-// to vectorise.
-constexpr int kSlice = 64;
 
 // -------------------------------------------------------------------------------------------------
 // Encoder: out[b,t] = wte[token[b,t]] + wpe[position of t]
@@ -92,12 +92,12 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
 // -------------------------------------------------------------------------------------------------
 // Layer norm (Ba, Kiros & Hinton 2016):
 //   rstd = 1/√(variance + eps)
-//   x̂    = (x − mean)·rstd
-//   out  = weight·x̂ + bias
+//   norm = (x − mean)·rstd
+//   out  = weight·norm + bias
 //
-// Backward, with dx̂ = weight·dout and avg the mean over the row:
-//   dx      = rstd·(dx̂ − avg(dx̂) − x̂·avg(dx̂·x̂))
-//   dweight = Σ_n dout·x̂
+// Backward, with dnorm = weight·dout and mean(…) over the row:
+//   dx      = rstd·(dnorm − mean(dnorm) − norm·mean(dnorm·norm))
+//   dweight = Σ_n dout·norm
 //   dbias   = Σ_n dout
 
 template <class X>
@@ -155,18 +155,19 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
         const A mu = mean[n];
         const A r = rstd[n];
 
-        A avg = 0;    // of dx̂
-        A avg_x = 0;  // of dx̂·x̂
-#pragma omp simd reduction(+ : avg, avg_x)
+        A dnorm_mean = 0;
+        A dnorm_norm_mean = 0;
+#pragma omp simd reduction(+ : dnorm_mean, dnorm_norm_mean)
         for (int c = 0; c < C; c++) {
-            avg += weight[c] * dy[c];
-            avg_x += weight[c] * dy[c] * ((x[c] - mu) * r);
+            dnorm_mean += weight[c] * dy[c];
+            dnorm_norm_mean += weight[c] * dy[c] * ((x[c] - mu) * r);
         }
-        avg /= C;
-        avg_x /= C;
+        dnorm_mean /= C;
+        dnorm_norm_mean /= C;
 
         for (int c = 0; c < C; c++)
-            dinp[n * C + c] += r * (weight[c] * dy[c] - avg - (x[c] - mu) * r * avg_x);
+            dinp[n * C + c] +=
+                r * (weight[c] * dy[c] - dnorm_mean - (x[c] - mu) * r * dnorm_norm_mean);
     }
 
     add_columns(dweight, N, C, [=](size_t n, int c) {
@@ -357,14 +358,14 @@ void activation_forward(const Cpu&, X* out, const X* inp, size_t n) {
 template <class X>
 void activation_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void*, const X* inp,
                          const X* dout, size_t N, int C) {
-    const size_t n = N * C;
+    const size_t elements = N * C;
     if (out)
-        activation_forward(dev, out, inp, n);
+        activation_forward(dev, out, inp, elements);
 
 #pragma omp parallel for
-    for (size_t i0 = 0; i0 < n; i0 += kBlock)
+    for (size_t i0 = 0; i0 < elements; i0 += kBlock)
 #pragma omp simd
-        for (size_t i = i0; i < std::min(i0 + kBlock, n); i++)
+        for (size_t i = i0; i < std::min(i0 + kBlock, elements); i++)
             dinp[i] = dout[i] * activation_derivative(inp[i]);
 
     add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
@@ -429,9 +430,10 @@ static SoftmaxOfRow<A> exponentials(A* s, int n) {
     return {.max = max, .sum = sum};
 }
 
+constexpr int kMaxHeadSize = 256;
+
 // Calls f(HS). The usual head sizes are passed as compile-time constants, so that a row of q, o or
 // dq is kept in registers.
-constexpr int kMaxHeadSize = 256;
 template <class F>
 static void with_head_size(int HS, F f) {
     if (HS > kMaxHeadSize)
@@ -625,14 +627,14 @@ void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X
         // A target outside the vocabulary makes the loss and the gradient NaN, so that the
         // optimizer does not update anything.
         const bool valid = target >= 0 && target < V;
-        const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();
-        losses[n] = checked * (std::log(sum) + max - x[valid ? target : 0]);
+        const A one_or_nan = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();
+        losses[n] = one_or_nan * (std::log(sum) + max - x[valid ? target : 0]);
         if (dloss == 0)
             continue;
 
 #pragma omp simd
         for (int i = 0; i < V; i++)
-            x[i] = checked * dloss * (std::exp(x[i] - max) / sum - (i == target));
+            x[i] = one_or_nan * dloss * (std::exp(x[i] - max) / sum - (i == target));
         std::fill(x + V, x + Vp, X(0));
     }
 }
