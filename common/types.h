@@ -131,6 +131,6 @@ struct AdamW {
     uint64_t seed;   // for stochastic rounding; mixed with the step and the element's index
 };
 
-// The encoder's backward adds up the positions of one token in chunks of at most this many, one
-// block per chunk (layers/encoder.cu).
+// The encoder's backward adds up the rows of one token in chunks of at most this many, one block
+// per chunk (layers/encoder.cu).
 constexpr int kEncoderChunk = 32;

@@ -4,20 +4,21 @@
 //   dwte[v]    += Σ_{(b,t): token[b,t] = v} dout[b,t]
 //   dwpe[p(t)] += Σ_b dout[b,t]
 //
-// p(t) = t, except on a rank that has only some of a sequence's tokens.
+// p(t) = t, except on a rank that has only some of a sequence's tokens. Row b·T + t of the batch is
+// that of token[b,t].
 //
 // With atomics, the sums in dwte would be added in a different order on every run, and thousands of
 // blocks would queue for the row of a common token. Instead the host, which knows the batch before
-// the GPU does, sorts the positions by token. It cuts them into chunks of at most kEncoderChunk
-// positions of one token:
+// the GPU does, sorts the batch's rows by token. It cuts them into chunks of at most kEncoderChunk
+// rows of one token:
 //
-//   order    3 9 | 0 1 4 7 … (32 positions) | 12 13 … (11 positions) | 2 | …
-//   token     17 |           262            |          262           | 40 |
+//   order    3 9 | 0 1 4 7 … (32 rows) | 12 13 … (11 rows) | 2 | …
+//   token     17 |         262         |        262        | 40 |
 //
-// In pass 1 each block sums the rows of a chunk. If that is the token's only chunk, the sum is
-// added to dwte at once; otherwise it is stored as an fp32 row in scratch. Pass 2 adds those rows,
-// in order, for each token that has several. So the sums have a fixed order, and the work of a
-// block is bounded however skewed the batch is.
+// In pass 1 each block sums a chunk's rows of dout. If that is the token's only chunk, the sum is
+// added to dwte at once; otherwise it is stored in scratch as a partial sum, a vector of C fp32.
+// Pass 2 adds the partial sums, in order, of each token that has several. So the sums have a fixed
+// order, and the work of a block is bounded however skewed the batch is.
 //
 // The launches depend on N alone, so that they can be captured in a CUDA graph. The kernels are
 // memory-bound. Backward reads dout twice, once for wte and once for wpe.
@@ -37,16 +38,16 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerSM = 6;  // of pass 1: about as many as its registers allow
 
 // A plan is what the host works out for a batch, as plain ints, so that it travels with the tokens.
-// This is where its parts start. A "multi" is a token with several chunks. A token with n >
-// kEncoderChunk positions has ⌈n/kEncoderChunk⌉ chunks; relative to n that is most for n =
-// kEncoderChunk + 1, which makes two chunks. The bounds below follow from this.
+// This is where its parts start. A "multi" is a token with several chunks, each of which makes a
+// partial sum. It has at least kEncoderChunk + 1 rows. With exactly that many it has two chunks,
+// and no multi has more chunks per row.
 struct PlanLayout {
     size_t max_chunks;
     size_t max_multis;
     size_t max_partials;
-    size_t order;  // (N)           positions, sorted by token
+    size_t order;  // (N)           rows of the batch, sorted by token
     size_t begin;  // (chunks + 1)  chunk c is order[begin[c] .. begin[c + 1])
-    size_t dest;   // (chunks)      where the chunk's sum is added: a token, or row_in_scratch()
+    size_t dest;   // (chunks)      where the chunk's sum goes: a token, or dest_of_partial()
     size_t multi;  // (multis, 3)   a Multi
     size_t ints;   // of the whole plan
 
@@ -62,10 +63,13 @@ struct PlanLayout {
     }
 };
 
-// The dest of a chunk whose sum is stored in row x of scratch, because its token has several
-// chunks. It is negative, unlike a token, and the function is its own inverse.
-__host__ __device__ inline int row_in_scratch(int x) {
-    return -1 - x;
+// The dest of a chunk whose sum is partial sum p, because its token has several chunks. It is
+// negative, unlike a token.
+inline int dest_of_partial(int p) {
+    return -1 - p;
+}
+__device__ inline int partial_of_dest(int dest) {
+    return -1 - dest;
 }
 
 // A view of a plan that gives its parts names. Kernels only read it, so their Int is const int.
@@ -73,8 +77,8 @@ template <class Int>
 struct EncoderPlan {
     struct Multi {
         Int& token;
-        Int& first_row;  // in scratch
-        Int& end_row;    // one past its last
+        Int& first_partial;
+        Int& end_partial;  // one past its last
     };
 
     Int* ints;
@@ -86,12 +90,12 @@ struct EncoderPlan {
     __host__ __device__ Int& begin(int chunk) const { return ints[at.begin + chunk]; }
     __host__ __device__ Int& end(int chunk) const { return ints[at.begin + chunk + 1]; }
     __host__ __device__ Int& dest(int chunk) const { return ints[at.dest + chunk]; }
-    __host__ __device__ Int* positions(int chunk) const {  // end − begin of them
+    __host__ __device__ Int* rows(int chunk) const {  // end − begin of them
         return ints + at.order + ints[at.begin + chunk];
     }
     __host__ __device__ Multi multi(int m) const {
         Int* const entry = ints + at.multi + 3 * size_t(m);
-        return {.token = entry[0], .first_row = entry[1], .end_row = entry[2]};
+        return {.token = entry[0], .first_partial = entry[1], .end_partial = entry[2]};
     }
 };
 
@@ -117,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Computes dwpe. A thread owns V columns of one position and adds over the batch.
+// Computes dwpe. A thread owns V columns of one t and adds over the batch.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC,
@@ -149,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
     const EncoderPlan<const int> plan = {.ints = plan_ints, .at = at};
     const int num_chunks = plan.chunks();
     for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-        const int* positions = plan.positions(chunk);
+        const int* rows = plan.rows(chunk);
         const int count = plan.end(chunk) - plan.begin(chunk);
         const int dest = plan.dest(chunk);
         for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
@@ -160,8 +164,8 @@ __global__ void __launch_bounds__(kThreads)
 
             Vec<float, V> sum = {};
 #pragma unroll 4
-            for (int p = 0; p < count; p++) {
-                const auto dy = load<V>(dout + size_t(positions[p]) * C + c);
+            for (int r = 0; r < count; r++) {
+                const auto dy = load<V>(dout + size_t(rows[r]) * C + c);
                 for (int k = 0; k < V; k++)
                     sum.x[k] += dy[k];
             }
@@ -171,13 +175,13 @@ __global__ void __launch_bounds__(kThreads)
             if (dest >= 0)
                 store(dwte + size_t(dest) * C + c, total);
             else
-                store(partials + size_t(row_in_scratch(dest)) * C + c, total);
+                store(partials + size_t(partial_of_dest(dest)) * C + c, total);
         }
     }
 }
 
-// Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, then
-// warp 0 adds the warps' sums.
+// Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp adds every kWarps-th partial
+// sum, then warp 0 adds the warps' sums.
 __global__ void __launch_bounds__(kThreads)
     token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials,
                           const int* __restrict__ plan_ints, PlanLayout at, int C) {
@@ -190,8 +194,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int m = blockIdx.x; m < num_multis; m += gridDim.x) {
         const auto multi = plan.multi(m);
         const int token = multi.token;
-        const int first = multi.first_row;
-        const int end = multi.end_row;
+        const int first = multi.first_partial;
+        const int end = multi.end_partial;
 
         float sum = 0.f;
         if (c < C)
@@ -236,8 +240,8 @@ size_t encoder_plan_ints(const Cuda&, size_t N) {
     return PlanLayout(N).ints;
 }
 
-// Writes the positions to `order`, sorted by token (a counting sort). Returns where the positions
-// of each token start, and where the last token's end.
+// Writes the rows to `order`, sorted by token (a counting sort). Returns where the rows of each
+// token start, and where the last token's end.
 static std::vector<int> sort_by_token(int* order, const int* tokens, size_t N) {
     int V = 0;
     for (size_t i = 0; i < N; i++) {
@@ -269,25 +273,25 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
 
     int chunks = 0;
     int multis = 0;
-    int rows = 0;  // of scratch
+    int partials = 0;
     for (int v = 0; v < V; v++) {
-        const int first = start[v];
+        const int begin = start[v];
         const int end = start[v + 1];
-        const bool several = end - first > kEncoderChunk;
-        const int first_row = rows;
-        for (int p = first; p < end; p += kEncoderChunk) {
-            plan.begin(chunks) = p;
-            plan.dest(chunks) = several ? row_in_scratch(rows) : v;
+        const bool several = end - begin > kEncoderChunk;
+        const int first_partial = partials;
+        for (int i = begin; i < end; i += kEncoderChunk) {
+            plan.begin(chunks) = i;
+            plan.dest(chunks) = several ? dest_of_partial(partials) : v;
             chunks++;
             if (several)
-                rows++;
+                partials++;
         }
 
         if (several) {
             const auto multi = plan.multi(multis);
             multi.token = v;
-            multi.first_row = first_row;
-            multi.end_row = rows;
+            multi.first_partial = first_partial;
+            multi.end_partial = partials;
             multis++;
         }
     }

@@ -27,8 +27,8 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
                       const int* plan, int B, int T, int C, const Positions& positions = {});
 size_t encoder_scratch_bytes(const Cuda& dev, int B, int T, int C);
 
-// On the host: the number of ints in a plan for N positions, and writing one. A plan is plain ints,
-// so that it can be uploaded with the batch.
+// On the host: the number of ints in a plan for N tokens, and writing one. A plan is plain ints, so
+// that it can be uploaded with the batch.
 size_t encoder_plan_ints(const Cuda& dev, size_t N);
 void encoder_plan(const Cuda& dev, int* plan, const int* tokens, size_t N);
 
