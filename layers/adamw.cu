@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxRanges = 32;
-constexpr int kV = StochasticRounding::kGroup;  // elements per thread: 4
+constexpr int kGroup = StochasticRounding::kGroup;  // elements per thread: 4
 
 // Everything that the kernel needs besides pointers, passed by value.
 struct Plan {
@@ -64,26 +64,27 @@ __device__ inline float update(float p, float& m, float& v, float g, float decay
     return p - plan.lr * (m_hat * reciprocal_approx(sqrt_approx(v_hat) + plan.eps) + decay * p);
 }
 
-// Updates the V elements from parameter i on, whose gradients and state start at s. V is 4, or 1 in
-// a group of 4 that the range shares with its neighbours.
+// Updates the V elements from parameter i on, whose gradients, m and v start at s. V is kGroup, or
+// 1 in a group that the range shares with its neighbours.
 template <int V, class X>
 __device__ inline void update_elements(size_t i, size_t s, X* params, float* master, float* m,
                                        float* v, const float* grads, float clip, float decay,
                                        const Plan& plan) {
-    const size_t at = std::is_same_v<X, float> ? i : s;  // in master, which is params if X is float
-    auto p4 = load<V>(master + at);
-    auto m4 = load<V>(m + s);
-    auto v4 = load<V>(v + s);
-    const auto g4 = load<V>(grads + s);
+    // If X is float, master is params, and so are its indices.
+    const size_t master_index = std::is_same_v<X, float> ? i : s;
+    auto new_p = load<V>(master + master_index);
+    auto new_m = load<V>(m + s);
+    auto new_v = load<V>(v + s);
+    const auto g = load<V>(grads + s);
 
     for (int k = 0; k < V; k++)
-        p4.x[k] = update(p4[k], m4.x[k], v4.x[k], clip * g4[k], decay, plan);
+        new_p.x[k] = update(new_p[k], new_m.x[k], new_v.x[k], clip * g[k], decay, plan);
 
-    store(master + at, p4);
-    store(m + s, m4);
-    store(v + s, v4);
+    store(master + master_index, new_p);
+    store(m + s, new_m);
+    store(v + s, new_v);
     if constexpr (std::is_same_v<X, bf16>)
-        store(params + i, plan.rounding.round(p4, i));
+        store(params + i, plan.rounding.round(new_p, i));
 }
 
 template <class X>
@@ -112,16 +113,16 @@ __global__ void __launch_bounds__(kThreads)
     const size_t skipped = range.skipped + piece * (range.stride - range.size);
     const float decay = range.decay;
 
-    // A thread's group of kV elements is aligned in the arena, not relative to the range. s is
+    // A thread's group is aligned in the arena, not relative to the range. s is
     // computed in groups, because with s = i − skipped nvcc 13.0 no longer recognises that 16 bytes
     // can be stored at once.
-    const size_t group = begin / kV + static_cast<size_t>(block) * kThreads + threadIdx.x;
-    const size_t i = group * kV;
-    const size_t s = (group - skipped / kV) * kV;
-    if (i >= begin && i + kV <= end) {
-        update_elements<kV>(i, s, params, master, m, v, grads, clip, decay, plan);
+    const size_t group = begin / kGroup + static_cast<size_t>(block) * kThreads + threadIdx.x;
+    const size_t i = group * kGroup;
+    const size_t s = (group - skipped / kGroup) * kGroup;
+    if (i >= begin && i + kGroup <= end) {
+        update_elements<kGroup>(i, s, params, master, m, v, grads, clip, decay, plan);
     } else {
-        for (size_t k = 0; k < kV; k++)
+        for (size_t k = 0; k < kGroup; k++)
             if (i + k >= begin && i + k < end)
                 update_elements<1>(i + k, s + k, params, master, m, v, grads, clip, decay, plan);
     }
@@ -133,12 +134,12 @@ __global__ void __launch_bounds__(kThreads)
 
 static void check_range(const ParamRange& p) {
     const bool several = p.pieces > 1;
-    if (p.skipped % kV != 0 ||
-        (several && (p.size % kV != 0 || p.stride % kV != 0 || p.stride < p.size)))
+    if (p.skipped % kGroup != 0 ||
+        (several && (p.size % kGroup != 0 || p.stride % kGroup != 0 || p.stride < p.size)))
         throw Error(
             format("adamw_update: pieces of %zu elements, %zu apart, %zu skipped: expected "
                    "multiples of %d",
-                   p.size, p.stride, p.skipped, kV));
+                   p.size, p.stride, p.skipped, kGroup));
 }
 
 // 1/(1 − βᵗ), in double, because 1 − βᵗ cancels for small t.
@@ -156,10 +157,10 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
         throw Error(format("adamw_update: %d parameter ranges, expected at most %d", num_ranges,
                            kMaxRanges));
     if (!vectorises<float>(0, master, m, v, grads) ||
-        reinterpret_cast<uintptr_t>(params) % (kV * sizeof(X)) != 0)
+        reinterpret_cast<uintptr_t>(params) % (kGroup * sizeof(X)) != 0)
         throw Error(
             format("adamw_update: pointers must be aligned: fp32 arrays to 16 bytes, params to %zu",
-                   kV * sizeof(X)));
+                   kGroup * sizeof(X)));
     if (hyper.step < 1)
         throw Error(format("adamw_update: step %d, expected one >= 1", hyper.step));
 
@@ -171,8 +172,8 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
             continue;
 
         check_range(p);
-        const size_t first_group = p.begin / kV;
-        const size_t end_group = (p.begin + p.size + kV - 1) / kV;
+        const size_t first_group = p.begin / kGroup;
+        const size_t end_group = (p.begin + p.size + kGroup - 1) / kGroup;
         const unsigned blocks_per_piece = ceil_div(end_group - first_group, kThreads);
         const size_t stride = p.pieces > 1 ? p.stride : p.size;
         plan.ranges[plan.num_ranges] = {.begin = p.begin,
