@@ -15,9 +15,10 @@ constexpr int kBlocksPerSM = 8;
 constexpr int kTimings = 5;  // per candidate
 constexpr int kMedian = kTimings / 2;
 constexpr int kRunsPerTiming = 3;
+constexpr float kLargeFactor = 4096.f;  // of set 2's large elements, one at a random k of a line
 
-// The bits of h give an element its sign (0), an exponent (1–4) and a mantissa (40–63), which has
-// random bits down to the last one.
+// Each element is made from a hash: bit 0 is its sign, bits 1–4 an exponent in set 1, and bits
+// 40–63 a mantissa that is random down to its last bit.
 template <class X>
 __global__ void adversarial_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool is_b) {
     for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K;
@@ -28,17 +29,19 @@ __global__ void adversarial_kernel(X* x, size_t lines, size_t K, bool k_inner, i
         // In set 0 the second half of k mirrors the first, in B with the opposite sign.
         const bool mirrored = set == 0 && k > K - 1 - k;
         const uint64_t seed = mix64(2 * set + int{is_b} + 1);
-        const uint64_t h = mix64(seed + line * K + (mirrored ? K - 1 - k : k));
+        const uint64_t hash = mix64(seed + line * K + (mirrored ? K - 1 - k : k));
+        const bool negative = hash & 1;
+        const int exponent = static_cast<int>((hash >> 1) & 15) - 8;
 
-        float value = 1.f + (h >> 40) * 0x1p-24f;
-        if (h & 1)
+        float value = 1.f + (hash >> 40) * 0x1p-24f;
+        if (negative)
             value = -value;
         if (mirrored && is_b)
             value = -value;
         if (set == 1)
-            value = ldexpf(value, static_cast<int>((h >> 1) & 15) - 8);
+            value = ldexpf(value, exponent);
         if (set == 2 && !is_b && k == mix64(line + 1) % K)
-            value *= 4096.f;
+            value *= kLargeFactor;
         x[i] = X(value);
     }
 }
