@@ -13,19 +13,20 @@
 //
 // For bf16 on sm_90, cross_entropy makes no pass over logits at all: the epilogue of their matmul
 // (layers/sm90) writes exponentials instead. For that, the number to subtract must be known before
-// the product. We take the target's own logit c, which is a product of just two rows:
+// the product. This shift is the target's own logit, which is a product of just two rows:
 //
-//   e[v]  = e^{x[v]−c}
+//   e[v]  = e^{x[v]−shift}
 //   s     = Σ_{v≠target} e[v]
-//   loss  = log(1 + s)
-//   scale = dloss/(1 + s)
-//   dx    = scale·e
+//   e_t   = e^{x[target]−shift}, which is 1
+//   loss  = log(e_t + s) + shift − x[target]
+//   scale = dloss/(e_t + s)
+//   dx    = scale·e, with e[target] = −s
 //
-// Here e[target] is set to −s, so that nothing cancels where s is small. dx itself is never
-// written. Only two products use it, dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so
+// e[target] is set to −s, so that nothing cancels where s is small. dx itself is never written.
+// Only two products use it, dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so
 // rows_kernel scales the rows of inp, and scale_kernel the rows of the second product. e fits into
 // bf16, whose range is that of fp32. But where s reaches 2⁴⁰ (a loss above 27.7 nats) or is NaN,
-// rows_kernel recomputes the row with its largest logit as c.
+// rows_kernel recomputes the row with its largest logit as the shift, so that e_t is less than 1.
 //
 // Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).
 // Limits: 1 ≤ V ≤ Vp.
@@ -109,9 +110,9 @@ __global__ void __launch_bounds__(kThreads)
     const bool valid = target >= 0 && target < vocab;
     const float x_target = valid ? to_float(x[target]) : NAN;  // before pass 2 overwrites it
 
-    Softmax s = softmax_of_columns<V>(x, vocab);
-    const float m = block_max(s.m);
-    s = {.m = m, .l = block_sum(s.l * exp2_approx(s.m - m))};
+    const Softmax part = softmax_of_columns<V>(x, vocab);
+    const float m = block_max(part.m);
+    const Softmax s = {.m = m, .l = block_sum(part.l * exp2_approx(part.m - m))};
     if (threadIdx.x == 0)
         losses[row] = s.loss(x_target);
     if (dloss == 0.f)
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
     // Streaming stores keep the gradient from evicting what other blocks have yet to read again.
     const float scale = valid ? dloss / s.l : NAN;
     const int vectors = padded / V;
-    const int last_round = (vectors - 1) / kThreads * kThreads;
+    const int last_round = (vectors - 1) / kThreads * kThreads;  // its first vector
     for (int j = last_round + threadIdx.x; j >= 0; j -= kThreads) {
         if (j >= vectors)
             continue;
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
 // -------------------------------------------------------------------------------------------------
 
 constexpr int kRowsWarps = 8;              // warps per block, one row each
-constexpr float kLargestSum = 1ull << 40;  // of s, with the target's logit as c
+constexpr float kLargestSum = 1ull << 40;  // of s, with the target's logit as the shift
 
 // The matmul that makes the logits, and its targets.
 struct Head {
@@ -160,7 +161,7 @@ struct Head {
     }
 };
 
-// Writes shifts[n] = c, the logit of row n's target.
+// Writes shifts[n], the logit of row n's target in units of log 2.
 __global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts, Head h) {
     const int row = blockIdx.x * kRowsWarps + threadIdx.x / kWarp;
     if (row >= h.N)
@@ -172,12 +173,12 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts
 }
 
 struct RecomputedRow {
-    float largest;  // the row's largest logit, in units of log 2, which is its new c
-    float sum;      // s
+    float shift;  // the row's largest logit, in units of log 2
+    float sum;    // s
 };
 
-// Recomputes a row with its largest logit as c, and writes it to e if dloss != 0. All warps of the
-// block do this together, each some of the logits.
+// Recomputes a row with its largest logit as the shift, and writes it to e if dloss != 0. All warps
+// of the block do this together, each some of the logits.
 __device__ __forceinline__ RecomputedRow recompute_row(bf16* e, const Head& h, int row,
                                                        float dloss) {
     const int lane = threadIdx.x % kWarp;
@@ -196,7 +197,7 @@ __device__ __forceinline__ RecomputedRow recompute_row(bf16* e, const Head& h, i
         if (dloss != 0.f)
             e[size_t(row) * h.Vp + v] = __float2bfloat16_rn(x);
     }
-    return {.largest = largest, .sum = block_sum(sum)};
+    return {.shift = largest, .sum = block_sum(sum)};
 }
 
 // Finishes the rows of e. sums (tiles, N) are their sums over tiles of kSm90Columns columns. Writes
@@ -209,16 +210,16 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     const int first = blockIdx.x * kRowsWarps;
     const int row = first + warp;
 
-    float sum = 0.f;        // s
-    float at_target = 1.f;  // e^{x[target]−c}
-    float above = 0.f;      // c − x[target], in units of log 2
+    float sum = 0.f;       // s
+    float e_target = 1.f;  // e_t
+    float above = 0.f;     // shift − x[target], in units of log 2
     if (row < h.N) {
         for (int t = lane; t * kSm90Columns < h.Vp; t += kWarp)
             sum += sums[size_t(t) * h.N + row];
         sum = isfinite(shifts[row]) ? warp_sum(sum) : NAN;
     }
 
-    // Which warps' rows need another c.
+    // Which warps' rows need another shift.
     __shared__ bool recompute_smem[kRowsWarps];
     if (lane == 0)
         recompute_smem[warp] =
@@ -230,22 +231,22 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
         const RecomputedRow again = recompute_row(e, h, first + w, dloss);
         if (warp == w) {
             sum = again.sum;
-            above = again.largest - shifts[row];
-            at_target = exp2_approx(-above);
+            above = again.shift - shifts[row];
+            e_target = exp2_approx(-above);
         }
     }
 
     if (row >= h.N)
         return;
     if (lane == 0)
-        losses[row] = log1pf(sum + (at_target - 1.f)) + kLn2 * above;
+        losses[row] = log1pf(sum + (e_target - 1.f)) + kLn2 * above;
     if (dloss == 0.f)
         return;
 
     // e[target] = −s is rounded to bf16. The scale makes up for that, so that dx[target] is exact.
     const float rounded = to_float(__float2bfloat16_rn(sum));
     const float correction = rounded != 0.f ? sum / rounded : 1.f;
-    const float scale = dloss / (sum + at_target) * correction;
+    const float scale = dloss / (sum + e_target) * correction;
     if (lane == 0) {
         scales[row] = scale;
         if (h.valid(row))
@@ -292,7 +293,7 @@ struct Scratch {
     float* product;  // (N,C)      dinp before it is scaled
     bf16* scaled;    // (N,C)      scale·inp
     float* scales;   // (N)
-    float* shifts;   // (N)        c, in units of log 2
+    float* shifts;   // (N)        in units of log 2
     float* sums;     // (tiles,N)  partial sums of e
 
     Scratch(void* memory, size_t N, int C)
