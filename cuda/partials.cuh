@@ -42,6 +42,8 @@ __device__ static void column_sums(float* __restrict__ partials, size_t N, int C
     }
 }
 
+constexpr int kSumThreads = kWarp * kWarp;  // of a kernel that calls sum_over_rows()
+
 // Returns Σ_r term(r) over rows r < count, for each lane's column; only warp 0 gets the result.
 // Warp w adds rows w, w + 32, …, then warp 0 adds the warps' sums in order. As there are few
 // columns, and so few blocks, a block has 32 warps, each with several loads in flight.
@@ -63,27 +65,26 @@ __device__ static float sum_over_rows(int count, Term term) {
             sum += sum_smem[w][lane];
     return sum;
 }
-constexpr int kRowSumThreads = kWarp * kWarp;  // of a kernel that calls sum_over_rows()
 
 struct Outputs {
     static constexpr int kMost = 3;
     float* out[kMost];  // null if not wanted
 };
 
-// Stage 2: outputs.out[y][c] += Σ_p partials[p·stride + y·n + c] for c < n and y = blockIdx.y. A
-// block owns 32 columns.
-__global__ static void __launch_bounds__(kRowSumThreads)
-    add_partials_kernel(Outputs outputs, const float* __restrict__ partials, int count,
-                        size_t stride, int n) {
+// Stage 2: outputs.out[y][c] += Σ_r partials[r·stride + y·columns + c] for r < rows, c < columns
+// and y = blockIdx.y. A block owns 32 columns.
+__global__ static void __launch_bounds__(kSumThreads)
+    add_partials_kernel(Outputs outputs, const float* __restrict__ partials, int rows,
+                        size_t stride, int columns) {
     const int c = blockIdx.x * kWarp + threadIdx.x % kWarp;
     float* out = outputs.out[blockIdx.y];
     if (!out)
         return;
 
-    partials += blockIdx.y * n;
+    partials += blockIdx.y * columns;
     const float sum =
-        sum_over_rows(c < n ? count : 0, [=](int p) { return partials[p * stride + c]; });
-    if (threadIdx.x < kWarp && c < n)
+        sum_over_rows(c < columns ? rows : 0, [=](int r) { return partials[r * stride + c]; });
+    if (threadIdx.x < kWarp && c < columns)
         out[c] += sum;
 }
 
@@ -103,20 +104,21 @@ static void add_partials(const Cuda& dev, float* const (&outputs)[K], const Part
 
     const int columns = partials.columns;
     const dim3 grid(ceil_div(columns, kWarp), K);
-    add_partials_kernel<<<grid, kRowSumThreads, 0, dev.stream>>>(out, partials.rows, partials.count,
-                                                                 K * columns, columns);
+    add_partials_kernel<<<grid, kSumThreads, 0, dev.stream>>>(out, partials.rows, partials.count,
+                                                              K * columns, columns);
     LAUNCH_CHECK("add_partials_kernel");
 }
 
-// Into how many slices column_sums() cuts the rows, its gridDim.y, for any N. With the widest V, so
-// many blocks fill the GPU. It does not depend on N or X, so neither does the size of the scratch.
+// The most slices into which column_sums() cuts the rows, which is its gridDim.y: as many as it
+// takes to fill the GPU when V is widest. That does not depend on N or X, so neither does the size
+// of the scratch.
 static inline int max_column_sum_slices(const Cuda& dev, int columns) {
     constexpr int kBlocksPerSM = 8;
     const size_t column_blocks = ceil_div(columns, kWarp * kVec<bf16>);
     return static_cast<int>(std::max<size_t>(1, dev.num_sms * kBlocksPerSM / column_blocks));
 }
 
-// The same for N rows: no slice without rows.
+// How many slices there are for N rows: none of them is empty.
 static inline int column_sum_slices(const Cuda& dev, int columns, size_t N) {
     const size_t row_groups = (N + kColumnWarps - 1) / kColumnWarps;
     return static_cast<int>(std::min<size_t>(max_column_sum_slices(dev, columns), row_groups));

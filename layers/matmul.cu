@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kColumnThreads)
 
 // The bias gradient of v: out[c] = Σ_r x[r]·weight[r·C + c]. A block owns 32 columns.
 template <class X>
-__global__ void __launch_bounds__(kRowSumThreads)
+__global__ void __launch_bounds__(kSumThreads)
     row_times_matrix_kernel(float* __restrict__ out, const float* __restrict__ x,
                             const X* __restrict__ weight, int C) {
     const int c = blockIdx.x * kWarp + (threadIdx.x % kWarp);
@@ -303,8 +303,8 @@ template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv,
                        const float* dprojb, const X* projw, size_t N, int C) {
     check_sizes(C, 3 * C);
-    row_times_matrix_kernel<<<ceil_div(C, kWarp), kRowSumThreads, 0, dev.stream>>>(
-        dqkvb + 2 * C, dprojb, projw, C);
+    row_times_matrix_kernel<<<ceil_div(C, kWarp), kSumThreads, 0, dev.stream>>>(dqkvb + 2 * C,
+                                                                                dprojb, projw, C);
     LAUNCH_CHECK("row_times_matrix_kernel");
     if (N == 0)
         return;
