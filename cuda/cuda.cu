@@ -57,9 +57,10 @@ void Cuda::pause(unsigned ns) const {
 }
 
 int Cuda::count(std::string* why) {
-    // The first call into the driver starts its threads, which inherit our signal mask. Signals are
-    // blocked meanwhile, because a driver's thread that received one would end a process that waits
-    // for that signal itself.
+    // The first call into the driver starts its threads, which inherit our signal mask. So signals
+    // are blocked during the call. Otherwise the system could deliver one to a driver's thread,
+    // which ends the process, although our own threads block that signal and one of them waits for
+    // it.
     sigset_t all;
     sigset_t before;
     sigfillset(&all);

@@ -70,16 +70,16 @@ struct Cuda {
     void use() const { CUDA_CHECK(cudaSetDevice(device)); }
     void sync() const { CUDA_CHECK(cudaStreamSynchronize(stream)); }
     void pause(unsigned ns) const;  // keeps the stream busy for that long
-    void profile(
-        bool on) const;  // starts or ends the range of Nsight's --capture-range=cudaProfilerApi
+    // Starts or ends the range of Nsight's --capture-range=cudaProfilerApi.
+    void profile(bool on) const;
     size_t free_bytes() const;  // how much alloc() could still return
 
     static constexpr const char* kind = "cuda";
     std::string name;  // "NVIDIA H200"
     int device = 0;
     int sm = 0;  // 10 times the compute capability: 90 for an H200
-    bool sm90a =
-        false;  // was the program compiled for sm_90a? If not, kernels that use wgmma are empty
+    // Was the program compiled for sm_90a? If not, kernels that use wgmma are empty.
+    bool sm90a = false;
     int num_sms = 0;     // multiprocessors
     int block_smem = 0;  // bytes of shared memory that a block may have; tests may lower it
     size_t total_bytes = 0;

@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
     return r;
 }
 
-// The dot product of x and y, 8 bf16 each.
+// Not an instruction: the dot product of x and y, 8 bf16 each.
 __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
     const __nv_bfloat162* a = reinterpret_cast<const __nv_bfloat162*>(&x);
     const __nv_bfloat162* b = reinterpret_cast<const __nv_bfloat162*>(&y);

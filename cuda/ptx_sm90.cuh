@@ -40,8 +40,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
         : "memory");
 }
 
-// Waits until the phase has ended. If it has not, the instruction sleeps for a while before it says
-// so, hence the loop.
+// Waits until the phase has ended. If it has not ended after a while, in which the thread sleeps,
+// the instruction returns false, hence the loop.
 // #parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
@@ -141,8 +141,9 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t sm
         : "memory");
 }
 
-// The same for contiguous bytes, a multiple of 16, with both addresses aligned to 16. Stores and
-// adds are part of this thread's bulk group.
+// Copies of contiguous bytes, a multiple of 16, with both addresses aligned to 16. As for boxes,
+// the bytes of a load are counted by `barrier`, and stores and adds are part of this thread's bulk
+// group.
 // #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32_t bytes,
                                           uint32_t barrier) {
@@ -244,8 +245,9 @@ __device__ __forceinline__ void store_relaxed_gpu(int* p, int x) {
 }
 
 // A kernel launched with programmatic stream serialization starts when every block of the kernel
-// before it has allowed that or has ended. Before it reads what that kernel wrote, it waits for
-// that kernel's end. #parallel-synchronization-and-communication-instructions-griddepcontrol
+// before it has called grid_allow_dependents() or has ended. Before it reads what that kernel
+// wrote, it calls grid_wait_dependency(), which returns when that kernel has ended.
+// #parallel-synchronization-and-communication-instructions-griddepcontrol
 __device__ __forceinline__ void grid_allow_dependents() {
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
@@ -315,7 +317,7 @@ __device__ __forceinline__ void wgmma_commit() {
 }
 
 // Emits nothing, but keeps the compiler from moving uses of these registers across this point. Call
-// it before wgmma_fence.
+// it before wgmma_fence, and on results after a wait, which wgmma_wait does for those it is given.
 template <int N>
 __device__ __forceinline__ void wgmma_fence_operand(float (&d)[N][4]) {
     for (int n = 0; n < N; n++)
@@ -364,18 +366,19 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
 // clang-format on
 
 // d = A · B, or d += A · B if `accumulate`, with both in shared memory. `a` and `b` are their
-// descriptors. B is stored as N × 16, or as 16 × N if transposed. The instruction's N is 8 times
-// d's. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
-template <bool TransposedA = false, bool TransposedB = false, int N>
-__device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t b,
+// descriptors. B is stored as N × 16, or as 16 × N if transposed. d is Tiles
+// tiles of 8 columns, so N = 8·Tiles.
+// #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+template <bool TransposedA = false, bool TransposedB = false, int Tiles>
+__device__ __forceinline__ void wgmma_ss(float (&d)[Tiles][4], uint64_t a, uint64_t b,
                                          bool accumulate) {
-    static_assert(N == 8 || N == 16 || N == 32);
-    if constexpr (N == 8)
+    static_assert(Tiles == 8 || Tiles == 16 || Tiles == 32);
+    if constexpr (Tiles == 8)
         asm volatile(
             WGMMA("m64n64k16.f32.bf16.bf16", WGMMA_R32, "%32, %33, p, 1, 1, %35, %36", "%34")
             : WGMMA_D8(0)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
-    else if constexpr (N == 32)
+    else if constexpr (Tiles == 32)
         asm volatile(
             WGMMA("m64n256k16.f32.bf16.bf16", WGMMA_R128, "%128, %129, p, 1, 1, %131, %132", "%130")
             : WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
@@ -389,10 +392,10 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t 
 
 // d = A · B. It does not read d, whose registers the compiler can use for something else until
 // here.
-template <bool TransposedA = false, bool TransposedB = false, int N>
-__device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint64_t b) {
-    static_assert(N == 8 || N == 16);
-    if constexpr (N == 8)
+template <bool TransposedA = false, bool TransposedB = false, int Tiles>
+__device__ __forceinline__ void wgmma_ss_set(float (&d)[Tiles][4], uint64_t a, uint64_t b) {
+    static_assert(Tiles == 8 || Tiles == 16);
+    if constexpr (Tiles == 8)
         asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
                      "}, %32, %33, 0, 1, 1, %34, %35;\n"
                      : WGMMA_W8(0)
@@ -405,11 +408,11 @@ __device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint6
 }
 
 // The same as wgmma_ss with A in registers.
-template <bool TransposedB = false, int N>
-__device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4], uint64_t b,
+template <bool TransposedB = false, int Tiles>
+__device__ __forceinline__ void wgmma_rs(float (&d)[Tiles][4], const uint32_t (&a)[4], uint64_t b,
                                          bool accumulate) {
-    static_assert(N == 8 || N == 16);
-    if constexpr (N == 8)
+    static_assert(Tiles == 8 || Tiles == 16);
+    if constexpr (Tiles == 8)
         asm volatile(WGMMA("m64n64k16.f32.bf16.bf16", WGMMA_R32,
                            "{%32, %33, %34, %35}, %36, p, 1, 1, %38", "%37")
                      : WGMMA_D8(0)

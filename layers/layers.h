@@ -122,8 +122,9 @@ template <class X>
 void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp,
                    const X* weight, const int* targets, float dloss, size_t N, int C, int V,
                    int Vp);
-// Writes dinp and adds into or writes dweight, as matmul_backward does. dlogits is the gradient of
-// the logits, except that the scales of its rows may be in scratch.
+// Writes dinp and adds into or writes dweight, as matmul_backward does. dlogits and scratch are as
+// cross_entropy left them: dlogits is the gradient of the logits, except that the scales of its
+// rows may be in scratch.
 template <class X>
 void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch,
                             const X* dlogits, const X* inp, const X* weight, size_t N, int C,
