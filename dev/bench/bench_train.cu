@@ -35,7 +35,7 @@ struct Work {
 
 struct Timed : Cuda {
     using Cuda::Cuda;
-    double x = 0;  // bytes of an activation
+    double x_bytes = 0;  // sizeof(X), an element of activations and weights
 
     struct Line {
         double flops = 0;
@@ -86,27 +86,27 @@ Work product(const Timed& t, const std::string& what, double N, double C, double
              double more_bytes = 0) {
     return {.name = format("matmul %.0f to %.0f %s", C, OC, what.c_str()),
             .flops = 2 * N * C * OC,
-            .bytes = t.x * (N * C + N * OC + C * OC) + more_bytes};
+            .bytes = t.x_bytes * (N * C + N * OC + C * OC) + more_bytes};
 }
 
 template <class X>
 void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B,
                      int T, int C, const Positions& positions = {}) {
-    t.time({.name = "encoder forward", .bytes = 2 * t.x * B * T * C}, [&](const Cuda& dev) {
+    t.time({.name = "encoder forward", .bytes = 2 * t.x_bytes * B * T * C}, [&](const Cuda& dev) {
         encoder_forward(dev, out, tokens, wte, wpe, B, T, C, positions);
     });
 }
 template <class X>
 void encoder_backward(const Timed& t, float* dwte, float* dwpe, void* scratch, const X* dout,
                       const int* plan, int B, int T, int C, const Positions& positions = {}) {
-    t.time({.name = "encoder backward", .bytes = 2 * t.x * B * T * C}, [&](const Cuda& dev) {
+    t.time({.name = "encoder backward", .bytes = 2 * t.x_bytes * B * T * C}, [&](const Cuda& dev) {
         encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C, positions);
     });
 }
 template <class X>
 void layernorm_forward(const Timed& t, X* out, float* mean, float* rstd, const X* inp,
                        const X* weight, const X* bias, size_t N, int C) {
-    t.time({.name = "layernorm forward", .bytes = 2 * t.x * N * C}, [&](const Cuda& dev) {
+    t.time({.name = "layernorm forward", .bytes = 2 * t.x_bytes * N * C}, [&](const Cuda& dev) {
         layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C);
     });
 }
@@ -114,7 +114,7 @@ template <class X>
 void layernorm_backward(const Timed& t, X* dinp, float* dweight, float* dbias, float* dinp_sum,
                         void* scratch, const X* dout, const X* inp, const X* weight,
                         const float* mean, const float* rstd, size_t N, int C) {
-    t.time({.name = "layernorm backward", .bytes = 4 * t.x * N * C}, [&](const Cuda& dev) {
+    t.time({.name = "layernorm backward", .bytes = 4 * t.x_bytes * N * C}, [&](const Cuda& dev) {
         layernorm_backward(dev, dinp, dweight, dbias, dinp_sum, scratch, dout, inp, weight, mean,
                            rstd, N, C);
     });
@@ -123,14 +123,14 @@ template <class X>
 void matmul_activation_forward(const Timed& t, X* out, X* pre, const X* inp, const X* weight,
                                const X* bias, size_t N, int C, int OC) {
     const std::string what = format("forward, %s", kActivationName);
-    t.time(product(t, what, N, C, OC, t.x * N * OC), [&](const Cuda& dev) {
+    t.time(product(t, what, N, C, OC, t.x_bytes * N * OC), [&](const Cuda& dev) {
         matmul_activation_forward(dev, out, pre, inp, weight, bias, N, C, OC);
     });
 }
 template <class X>
 void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqkv,
                        const float* dprojb, const X* projw, size_t N, int C) {
-    const double bytes = t.x * (double(N) * C + double(C) * C);
+    const double bytes = t.x_bytes * (double(N) * C + double(C) * C);
     t.time({.name = "bias gradients of q, k, v", .bytes = bytes}, [&](const Cuda& dev) {
         qkv_bias_backward(dev, dqkvb, scratch, dqkv, dprojb, projw, N, C);
     });
@@ -140,7 +140,7 @@ void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* at
                        int B, int Tq, int T, int NH, int HS) {
     t.time({.name = "attention forward",
             .flops = 2. * B * T * T * NH * HS,
-            .bytes = 4 * t.x * B * T * NH * HS},
+            .bytes = 4 * t.x_bytes * B * T * NH * HS},
            [&](const Cuda& dev) {
                attention_forward(dev, kind, out, lse, att, qkv, B, Tq, T, NH, HS);
            });
@@ -151,7 +151,7 @@ void attention_backward(const Timed& t, Attention kind, X* dqkv, void* scratch, 
                         int NH, int HS) {
     t.time({.name = "attention backward",
             .flops = 5. * B * T * T * NH * HS,
-            .bytes = 8 * t.x * B * T * NH * HS},
+            .bytes = 8 * t.x_bytes * B * T * NH * HS},
            [&](const Cuda& dev) {
                attention_backward(dev, kind, dqkv, scratch, dout, out, lse, att, qkv, B, T, NH, HS);
            });
@@ -169,29 +169,23 @@ void global_norm(const Timed& t, float* out, void* scratch, const float* x, size
            [&](const Cuda& dev) { global_norm(dev, out, scratch, x, n); });
 }
 
-// The calls of a ring are not timed, because the benchmark has one GPU.
-template <class X>
-void attention_forward(const Timed& t, Attention kind, const AttentionForward<X, float>& call) {
-    attention_forward(static_cast<const Cuda&>(t), kind, call);
-}
-template <class X>
-void attention_backward(const Timed& t, Attention kind, const AttentionBackward<X, float>& call) {
-    attention_backward(static_cast<const Cuda&>(t), kind, call);
-}
 template <class X>
 void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N,
                     int C, int OC, const X* residual = nullptr) {
-    t.time(product(t, "forward", N, C, OC, residual ? t.x * N * OC : 0), [&](const Cuda& dev) {
-        matmul_forward(dev, out, inp, weight, bias, N, C, OC, residual);
-    });
+    t.time(
+        product(t, "forward", N, C, OC, residual ? t.x_bytes * N * OC : 0),
+        [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC, residual); });
 }
 // Computes each gradient of a linear layer by a call of its own.
 template <class X, class F>
 void time_gradients(const Timed& t, X* dinp, float* dweight, size_t N, int C, int OC,
                     bool accumulate, F call) {
-    const double sums = double(C) * OC * ((accumulate ? 8 : 4) - t.x);
+    // product() counts the weight, of type X. Its gradient has as many elements, but in fp32, and
+    // they are written, or read and written.
+    const double dweight_bytes = accumulate ? 2 * sizeof(float) : sizeof(float);
+    const double more_bytes = double(C) * OC * (dweight_bytes - t.x_bytes);
     if (dweight)
-        t.time(product(t, "weight gradient", N, C, OC, sums),
+        t.time(product(t, "weight gradient", N, C, OC, more_bytes),
                [&](const Cuda& dev) { call(dev, static_cast<X*>(nullptr), dweight); });
     if (dinp)
         t.time(product(t, "input gradient", N, C, OC),
@@ -220,7 +214,7 @@ void matmul_activation_backward(const Timed& t, X* dpre, float* dpre_sum, X* out
                                 const X* dout, const X* weight, const X* pre, size_t N, int C,
                                 int OC) {
     const std::string what = format("input gradient, %s", kActivationName);
-    t.time(product(t, what, N, C, OC, t.x * (out ? 2 : 1) * N * C), [&](const Cuda& dev) {
+    t.time(product(t, what, N, C, OC, t.x_bytes * (out ? 2 : 1) * N * C), [&](const Cuda& dev) {
         matmul_activation_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC);
     });
 }
@@ -230,10 +224,22 @@ void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, 
     double n = 0;
     for (int i = 0; i < num_ranges; i++)
         n += ranges[i].size;
-    const double bytes = n * (7 * sizeof(float) + (master ? t.x : 0));
+    // In fp32, reads the gradient, m, v and the parameters, and writes the last three. Where these
+    // parameters are master weights, the model's own are written, too.
+    const double bytes = n * (7 * sizeof(float) + (master ? t.x_bytes : 0));
     t.time({.name = "adamw", .bytes = bytes}, [&](const Cuda& dev) {
         adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper);
     });
+}
+
+// The calls of a ring are not timed, because the benchmark has one GPU.
+template <class X>
+void attention_forward(const Timed& t, Attention kind, const AttentionForward<X, float>& call) {
+    attention_forward(static_cast<const Cuda&>(t), kind, call);
+}
+template <class X>
+void attention_backward(const Timed& t, Attention kind, const AttentionBackward<X, float>& call) {
+    attention_backward(static_cast<const Cuda&>(t), kind, call);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -360,9 +366,9 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, const BatchSha
     const auto [B, T] = shape;
     Trainer<Cuda, X> trainer(dev, o, config, B, T);
     const float first = trainer.train();
-    for (int i = 0; i < 18; i++)
-        trainer.train();
-    const float loss = trainer.train();
+    float loss = first;
+    for (int step = 2; step <= 20; step++)
+        loss = trainer.train();
     const bool starts_random = std::fabs(first - std::log(config.V)) < 0.5f;
     const bool falls = loss < first;
     if (!starts_random || !falls)
@@ -397,9 +403,9 @@ template <class X>
 void breakdown(const Timed& dev, const Bench& o, const Config& config, const BatchShape& shape) {
     const auto [B, T] = shape;
     const Figures gemm = gemm_tflops<X>(dev, false);
-    const Figures copy = copy_rate(dev);
+    const Figures copy = copy_rate(dev);  // bytes per second
     Trainer<Timed, X> trainer(dev, o, config, B, T);
-    constexpr int kSteps = 20;  // of kernels launched one by one
+    constexpr int kSteps = 20;  // of kernels launched one by one: main() turns graphs off
     trainer.train_for(2, [&] { dev.laps.clear(); });
     dev.lines.clear();
     dev.order.clear();
@@ -427,15 +433,16 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, const Bat
         const double ms = line.ms / kSteps;
         const double tflops = line.flops / line.ms * 1e-9;
         const double tb_s = line.bytes / line.ms * 1e-9;
-        const double least =
-            std::max(line.flops / gemm.sustained * 1e-9, line.bytes / copy.sustained * 1e3);
+        const double gemm_ms = line.flops / gemm.sustained * 1e-9;
+        const double copy_ms = line.bytes / copy.sustained * 1e3;
+        const double least_ms = std::max(gemm_ms, copy_ms) / kSteps;
         // a call may beat the GEMM and the copy measured here
-        const double lost = std::max(0., ms - least / kSteps);
+        const double lost_ms = std::max(0., ms - least_ms);
         sum += ms;
 
         std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(),
                     line.calls / kSteps, ms, 100 * ms / step_ms, tflops,
-                    100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained, lost);
+                    100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained, lost_ms);
 
         Row row = row_of(dev, "breakdown", o, shape, name.c_str());
         row.add("calls", line.calls / kSteps);
@@ -446,13 +453,14 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, const Bat
         row.add("gemm_tflops_sustained", gemm.sustained);
         row.add("gemm_size", gemm_size<X>(dev));
         row.add("copy_tb_s_sustained", copy.sustained * 1e-12);
-        row.add("lost_ms", lost);
+        row.add("lost_ms", lost_ms);
         log.write(row);
     }
     std::printf("%-40s %5s %8.3f %6.1f\n", "all of these", "", sum, 100 * sum / step_ms);
 }
 
-// Milliseconds that a generated token takes: the best of 20, at several positions of a text.
+// Milliseconds that a generated token takes, at several positions of a text: the best of 19, after
+// one that fills the cache.
 template <class X>
 void generation(const Cuda& dev, const Bench& o, const Config& config) {
     GPT2<Cuda, X> model(dev, config,
@@ -482,7 +490,7 @@ void generation(const Cuda& dev, const Bench& o, const Config& config) {
 
 template <class X>
 void run(Timed& dev, const Bench& o) {
-    dev.x = sizeof(X);
+    dev.x_bytes = sizeof(X);
     const std::optional<Config> preset = preset_config(o.model);
     if (!preset)
         throw UsageError("--model: no such model: " + o.model);
