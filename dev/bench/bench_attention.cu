@@ -13,7 +13,7 @@
 //   naive_tf32  is naive with TF32 products (fp32 data, 10 bits of each factor). naive itself uses
 //               no TF32.
 //
-// A shape that a kernel's buffers do not fit is not timed.
+// A kernel whose buffers do not fit into the GPU's memory is not timed.
 //
 // Run: ./dev/bench_attention --help
 #include <cstdio>
@@ -39,8 +39,9 @@ struct Buffers {
     void forward(const Cuda& dev) const { run.forward(dev, qkv); }
     void backward(const Cuda& dev) const { run.backward(dev, qkv, dout); }
     static size_t bytes(const AttentionKernel<X>& kernel, const AttentionShape& s) {
-        return s.rows() * (8 * s.HS * sizeof(X) + sizeof(float)) + kernel.saved_bytes(s) +
-               kernel.scratch_bytes(s);
+        const size_t tensors = 8 * s.HS * sizeof(X);  // of a row: qkv, dout, out, dqkv
+        const size_t lse = sizeof(float);
+        return s.rows() * (tensors + lse) + kernel.saved_bytes(s) + kernel.scratch_bytes(s);
     }
 };
 
@@ -64,7 +65,8 @@ double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
 // -------------------------------------------------------------------------------------------------
 // Measurement
 
-using Measured = std::array<Figures, 2>;  // forward, backward
+enum Pass { kForward, kBackward, kPasses };
+using Measured = std::array<Figures, kPasses>;
 
 static std::string cells(double ms, double rate, double gemm, double naive_ms) {
     if (std::isnan(ms))
@@ -78,8 +80,8 @@ struct Bench {
     Cuda& dev;
     const AttentionOptions& options;
     Log& log;
-    Figures gemm[2] = {};                           // TFLOP/s without TF32, with it
-    std::map<std::string, Measured> naive_ms = {};  // by shape
+    Figures gemm[2] = {};                           // TFLOP/s; [true]: with TF32
+    std::map<std::string, Measured> naive_ms = {};  // by the shape's text()
 
     static std::string text(const AttentionShape& s) {
         return format("%4d %6d %3d %4d", s.B, s.Tq, s.NH, s.HS);
@@ -146,27 +148,31 @@ struct Bench {
             return false;
         }
 
-        Measured measured;
-        measured[0] = measure_ms(dev, options.quick, [&](int i) { runs[i % sets]->forward(dev); });
+        const auto forward = [&](int i) { runs[i % sets]->forward(dev); };
+        const auto backward = [&](int i) { runs[i % sets]->backward(dev); };
+        Measured ms;
+        ms[kForward] = measure_ms(dev, options.quick, forward);
         if (kernel.has_backward())
-            measured[1] =
-                measure_ms(dev, options.quick, [&](int i) { runs[i % sets]->backward(dev); });
+            ms[kBackward] = measure_ms(dev, options.quick, backward);
         else
             std::printf("%-17s %-5s has no backward\n", subject.name, dtype);
         if (subject.is_naive())
-            naive_ms[shape] = measured;
-        for (int pass = 0; pass < (kernel.has_backward() ? 2 : 1); pass++)
-            report(subject, s, pass, measured[pass], error);
+            naive_ms[shape] = ms;
+
+        report(subject, s, kForward, ms[kForward], error);
+        if (kernel.has_backward())
+            report(subject, s, kBackward, ms[kBackward], error);
         return true;
     }
 
-    void report(const Subject<X>& subject, const AttentionShape& s, int pass, const Figures& ms,
+    void report(const Subject<X>& subject, const AttentionShape& s, Pass pass, const Figures& ms,
                 double error) {
         const char* dtype = name_of(dtype_of<X>());
-        const char* pass_name = pass == 0 ? "fwd" : "bwd";
+        const char* pass_name = pass == kForward ? "fwd" : "bwd";
         const std::string shape = text(s);
         const double forward_flops = 4. * s.B * s.NH * s.Tq * s.Tk * s.HS * (s.causal ? 0.5 : 1.);
-        const Figures rate = tflops(forward_flops * (pass == 0 ? 1. : 2.5), ms);
+        const double flops = forward_flops * (pass == kForward ? 1. : 2.5);
+        const Figures rate = tflops(flops, ms);
         const Figures& gemm_rate = gemm[subject.tf32];
         const auto naive = naive_ms.find(shape);
         const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second[pass];

@@ -33,7 +33,8 @@ static DeviceMemory random_memory(const Cuda& dev, size_t bytes) {
     return memory;
 }
 
-using Passes = std::array<Figures, 2>;  // forward, forward and backward
+enum { kForward, kBoth, kPasses };  // forward alone, forward and backward
+using Passes = std::array<Figures, kPasses>;
 
 struct Bench {
     const Options& options;
@@ -77,6 +78,7 @@ struct Bench {
     template <class Way>
     Passes time(Way& way, int T) const {
         const size_t n = size_t(T) * NH * HS;
+        // 8·n elements, and n that are more than enough for lse and its rest in fp32
         const DeviceMemory memory = random_memory(dev, 9 * n * sizeof(bf16));
         bf16* const qkv = static_cast<bf16*>(memory.get());
         bf16* const dout = qkv + 3 * n;
@@ -101,12 +103,15 @@ struct Bench {
     }
 
     Figures time_hop() const {
-        const size_t n = size_t(tokens) * 2 * NH * HS;
+        const size_t n = size_t(tokens) * 2 * NH * HS;  // of keys and values
         const DeviceMemory memory = random_memory(dev, 2 * n * sizeof(bf16));
-        bf16* const kv = static_cast<bf16*>(memory.get());
+        bf16* const sent = static_cast<bf16*>(memory.get());
+        bf16* const received = sent + n;
+        const int next = (comm.rank + 1) % N;
+        const int previous = (comm.rank + N - 1) % N;
         return measure([&] {
             comm.fork();
-            comm.send_recv((comm.rank + 1) % N, kv, n, (comm.rank + N - 1) % N, kv + n, n);
+            comm.send_recv(next, sent, n, previous, received, n);
             comm.join();
         });
     }
@@ -133,8 +138,8 @@ static void run_bench(const Bench& b) {
         "%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's "
         "rate), hop %.3f/%.3f\n",
         b.dev.name.c_str(), b.N, b.tokens, b.NH, b.HS, hop.cool, hop.sustained);
-    for (int pass : {0, 1}) {
-        const char* name = pass ? "forward+backward" : "forward";
+    for (int pass : {kForward, kBoth}) {
+        const char* name = pass == kBoth ? "forward+backward" : "forward";
         const Figures one{single[pass].cool / b.N, single[pass].sustained / b.N};
         Row row = result_row(b.dev, "ring_speed");
         row.add("pass", name);
@@ -144,11 +149,12 @@ static void run_bench(const Bench& b) {
         row.add("HS", b.HS);
 
         std::printf("  %-16s", name);
-        const auto show = [&](const char* what, const std::string& field, const Figures& ms) {
+        // prints a figure, and adds the fields of the row that begin with `prefix`
+        const auto show = [&](const char* what, const std::string& prefix, const Figures& ms) {
             std::printf("  %s %.3f/%.3f (%.1f/%.1f %%)", what, ms.cool, ms.sustained,
                         100 * one.cool / ms.cool, 100 * one.sustained / ms.sustained);
-            row.add((field + "ms").c_str(), ms.cool);
-            row.add((field + "ms_sustained").c_str(), ms.sustained);
+            row.add((prefix + "ms").c_str(), ms.cool);
+            row.add((prefix + "ms_sustained").c_str(), ms.sustained);
         };
         show("single", "single_", one);
         show("ring", "", ring[pass]);
