@@ -100,7 +100,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
         ok = e.max(tensor) <= bf16_lse_bound(largest);
     } else {
         const double tiny = one_rounding<X>(tensor, largest);
-        const double relative = roundoff<X>(k, tensor, naive.max(tensor), largest);
+        const double relative = allowed_operand_roundoff<X>(k, tensor, naive.max(tensor), largest);
         const double max = k.max * naive.max(tensor) + tiny + relative * largest;
         const bool l2_is_luck = s.Tq <= 2;
         ok = e.max(tensor) <= max && (l2_is_luck || ratio_l2 <= k.l2);

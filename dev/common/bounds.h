@@ -73,9 +73,9 @@ struct ErrorStats {
 // times naive's at very long T, as it would be with an O rounded once from the exact one.
 //
 // flash_fp16x3 adds in many short sums, so its bounds are tighter. Its operands keep 22 bits, and
-// `roundoff` allows one rounding of the result to 22 bits. That rounding is the whole error if
-// naive is exact, because one key has all the weight (T = 1) or all keys have the same weight. So
-// it counts only if naive's largest error is below one rounding to X.
+// `operand_roundoff` allows one rounding of the result to 22 bits. That rounding is the whole error
+// if naive is exact, because one key has all the weight (T = 1) or all keys have the same weight.
+// So it counts only if naive's largest error is below one rounding to X.
 //
 // flash_fp16x3's lse gets more room, because tensor cores truncate. With inputs of non-zero mean, S
 // is a sum of products of one sign, and each step of its two chains takes off up to half a unit.
@@ -83,7 +83,7 @@ struct ErrorStats {
 struct ErrorBound {
     double max;
     double l2;
-    double roundoff = 0;
+    double operand_roundoff = 0;
 };
 
 template <class X>
@@ -98,7 +98,7 @@ ErrorBound error_bound(const AttentionKernel<X>& kernel, int tensor, const Atten
     if (std::strcmp(kernel.name, "flash_fp16x3") == 0) {
         if (tensor == Lse)
             return {.max = 2.5, .l2 = 2.5};
-        return {.max = 1.25, .l2 = 1.25, .roundoff = 0x1p-22};
+        return {.max = 1.25, .l2 = 1.25, .operand_roundoff = 0x1p-22};
     }
     return {.max = 2, .l2 = tensor == Dq ? 2.5 : 1.5};
 }
@@ -116,11 +116,12 @@ double one_rounding(int tensor, double largest) {
     return kRoundoff<X> * largest;
 }
 
-// ErrorBound::roundoff, if naive's largest error is below one rounding of the reference's largest
-// element.
+// ErrorBound::operand_roundoff if it counts: naive's largest error is below one rounding of the
+// reference's largest element.
 template <class X>
-double roundoff(const ErrorBound& k, int tensor, double naive_max, double largest) {
-    return naive_max < one_rounding<X>(tensor, largest) ? k.roundoff : 0;
+double allowed_operand_roundoff(const ErrorBound& k, int tensor, double naive_max, double largest) {
+    const bool naive_is_exact = naive_max < one_rounding<X>(tensor, largest);
+    return naive_is_exact ? k.operand_roundoff : 0;
 }
 
 // bf16's lse has a rule of its own, because naive computes it from an S rounded to bf16, whereas

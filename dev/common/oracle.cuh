@@ -147,9 +147,9 @@ class Oracle {
     }
 
     static size_t bytes(int T, int HS, int block = kBlock) {
-        const size_t heads = 8 * size_t(T) * HS + T;
-        const size_t matrices = 2 * size_t(std::min(block, T)) * T;
-        return (heads + matrices) * sizeof(double);
+        const size_t tensors = 8 * size_t(T) * HS + T;               // eight like q, and lse
+        const size_t matrices = 2 * size_t(std::min(block, T)) * T;  // P and dP
+        return (tensors + matrices) * sizeof(double);
     }
 
     // Reads q, k, v and dout, and writes results.

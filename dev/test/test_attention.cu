@@ -66,15 +66,14 @@ std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
 
 // The first three are kDistributions of dev/common/bounds.h. The others:
 //   early_keys  the first 32 keys are 60 times as large
-//   magnitudes  q, k, v and dout are very large or very small
-//   reversed    the same the other way round
+//   magnitudes  q and dout are very large, k and v very small
+//   reversed    q and dout are very small, k and v very large
 //   constant    every logit is Case::logit, exactly if scale·HS is 8
 //   mixed       a row's logits are of any size up to ±Case::logit, and of one sign. The last row's
 //               are negative, because a kernel could take its lse for the lse of rows beyond Tq.
-//   ramp        logits of up to ±Case::logit rise along the keys, 16 at a time, in half of the
-//   rows,
-//               and fall in the others. So the maximum rises by hundreds whichever way a kernel
-//               walks.
+//   ramp        logits of up to ±Case::logit rise along the keys, in steps of 16 keys, in half of
+//               the rows, and fall in the others. So the maximum rises by hundreds whichever way a
+//               kernel walks.
 //   tail        the last 128 keys have nearly all of the weight, and thousands of others the same
 //               tiny weight each. What a tile of those adds to a row's sum of P is just below half
 //               a unit in the sum's last place. So a sum that starts with the last keys loses all
@@ -130,14 +129,14 @@ struct Case {
     }
 };
 
-// The tensors of a call besides those of dev/common/bounds.h: lse_rest, which is a result too, and
+// The tensors of a call: those of dev/common/bounds.h, then lse_rest, which is a result too, and
 // the inputs.
-enum { Rest = kTensors, Q, K, V, Dout, kPlaces };
+enum { Rest = kTensors, Q, K, V, Dout, kCallTensors };
 constexpr bool is_row_statistic(int tensor) {
     return tensor == Lse || tensor == Rest;
 }
 
-using Result = std::array<std::vector<double>, kTensors + 1>;
+using Result = std::array<std::vector<double>, Rest + 1>;
 struct Norms {
     double max = 0;  // the largest absolute value
     double l2 = 0;
@@ -185,8 +184,8 @@ struct Layout {
     size_t C() const { return size_t(s.NH) * s.HS; }
 
     // Elements of a tensor like out, and of one like lse.
-    size_t room() const { return s.B * (T * (C() + kPlaces * gap) + gap); }
-    size_t stats_room() const { return s.B * s.NH * (T + kPlaces * gap); }
+    size_t room() const { return s.B * (T * (C() + kCallTensors * gap) + gap); }
+    size_t stats_room() const { return s.B * s.NH * (T + kCallTensors * gap); }
 
     PieceCall all() const {
         return {.q0 = T - s.Tq, .Tq = s.Tq, .k0 = 0, .Tk = T, .causal = s.causal};
@@ -201,7 +200,8 @@ struct Layout {
         return piece;
     }
 
-    // A piece's part of a tensor, whose buffer starts at x.
+    // A piece's part of a tensor, whose buffer starts at x. A view of lse has a row of one element
+    // per query, and counts heads as sequences.
     template <class A>
     HeadsView<A> view(int tensor, A* x, const PieceCall& p) const {
         const size_t row_gap = (tensor + 1) * gap;
@@ -236,8 +236,8 @@ struct Layout {
     // The elements of a piece's part of a tensor, in its first copy.
     template <class A>
     std::vector<double> elements(int tensor, const A* x, const PieceCall& p) const {
-        const bool of_keys = tensor == Dk || tensor == Dv;
-        const int tokens = of_keys ? p.Tk : p.Tq;
+        const bool is_of_keys = tensor == Dk || tensor == Dv;
+        const int tokens = is_of_keys ? p.Tk : p.Tq;
         const int sequences = is_row_statistic(tensor) ? s.B * s.NH : s.B;
         const size_t width = is_row_statistic(tensor) ? 1 : C();
         const HeadsView<const A> from = view(tensor, x, p);
@@ -620,8 +620,8 @@ Result run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0) {
 }
 
 // Naive's errors are computed only on demand, because compute-sanitizer finds races in cuBLAS,
-// which naive multiplies with. Naive's backward takes whole sequences, of which only the last rows
-// belong to the problem.
+// which naive multiplies with. Naive's backward takes whole sequences. Of its out, lse and dq only
+// the last Tq rows belong to the problem, of dk and dv all.
 template <class X>
 const TensorNorms& naive_errors(const Problem<X>& p) {
     if (p.naive)
@@ -634,10 +634,11 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
 
     p.naive.emplace();
     for (int i = 0; i < kTensors; i++) {
-        const int tokens = i >= Dk ? s.Tk : s.Tq;
-        const PieceCall last{.q0 = s.Tk - tokens, .Tq = tokens, .k0 = 0, .Tk = 0, .causal = false};
-        const int like = i == Lse ? Lse : Out;  // the gradients have the layout of out by now
-        (*p.naive)[i] = error(layout.elements(like, got[i].data(), last), p.ref[i]);
+        const int rows = i >= Dk ? s.Tk : s.Tq;
+        // Result has every gradient in the layout of out, so its rows are those of queries.
+        const int like = i == Lse ? Lse : Out;
+        const PieceCall last_rows{.q0 = s.Tk - rows, .Tq = rows, .k0 = 0, .Tk = 0, .causal = false};
+        (*p.naive)[i] = error(layout.elements(like, got[i].data(), last_rows), p.ref[i]);
     }
     return *p.naive;
 }
@@ -675,14 +676,15 @@ Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int ten
 
     // If all logits are equal, all P of a row are the same number. Its rounding does not average
     // out, and naive's error is luck, because 1/33 happens to be nearly exact.
-    const double P = constant ? std::max(k.roundoff, 0x1p-23) : 0;
-    const double relative = std::max(P, roundoff<X>(k, tensor, naive.max, ref.max));
+    const double of_P = constant ? std::max(k.operand_roundoff, 0x1p-23) : 0;
+    const double of_operands = allowed_operand_roundoff<X>(k, tensor, naive.max, ref.max);
+    const double relative = std::max(of_P, of_operands);
     const double max = k.max * naive.max + p.tiny[tensor] + relative * ref.max;
 
     // Where naive is exact, its L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's
     // rounding is left in dq and dk.
-    const bool luck = p.c.shape.Tk <= 2 || (constant && (tensor == Dq || tensor == Dk));
-    const double l2 = luck ? INFINITY : k.l2 * naive.l2 + relative * ref.l2;
+    const bool is_luck = p.c.shape.Tk <= 2 || (constant && (tensor == Dq || tensor == Dk));
+    const double l2 = is_luck ? INFINITY : k.l2 * naive.l2 + relative * ref.l2;
     return {.max = max, .l2 = l2};
 }
 
@@ -723,7 +725,7 @@ void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const R
 // Where there are fewer queries than keys, the call is tested on tensors with a gap.
 constexpr int kGap = 32;
 template <class X>
-void check_call(const AttentionKernel<X>& kernel, const Case& c, Bound bound = Bound::of_kernel) {
+void check_case(const AttentionKernel<X>& kernel, const Case& c, Bound bound = Bound::of_kernel) {
     const Problem<X>& p = problem<X>(c);
     const int gap = c.shape.Tq == c.shape.Tk ? 0 : kGap;
     check_result(kernel, p, run(kernel, p, gap), bound);
@@ -872,7 +874,7 @@ void accuracy(const AttentionKernel<X>& kernel) {
         std::printf("  %s has no backward: out and lse only\n", kernel.name);
     const bool flash_in_bf16 = kernel.flash && std::is_same_v<X, bf16>;
     for (const Case& c : accuracy_cases(flash_in_bf16))
-        check_call(kernel, c);
+        check_case(kernel, c);
 }
 
 // Large logits, at lengths that leave tiles ragged.
@@ -889,7 +891,7 @@ void logits(const AttentionKernel<X>& kernel) {
                     const float scale = 8.f / static_cast<float>(HS);
                     const AttentionShape s = scaled(scale, whole(several, T, several, HS, causal));
                     const Case c{.shape = s, .input = input, .logit = logit};
-                    check_call(kernel, c);
+                    check_case(kernel, c);
                     if (kernel.supports.pieces)
                         check_pieces(kernel, c, {T / 3}, {T / 4});
                 }
@@ -990,9 +992,10 @@ static void check_nan_in(int tensor, const RowRange& rows, int longest_tile,
 template <class X>
 void one_nan(const AttentionKernel<X>& kernel) {
     const int longest_tile = kernel.flash ? 256 : kNanTokens;
+    constexpr int kInputTensors = 4;  // q, k, v, dout
     for (int HS : {64, 128})
         for (bool causal : {true, false})
-            for (int input = 0; input < 4; input++) {
+            for (int input = 0; input < kInputTensors; input++) {
                 Problem<X> p = inputs_of<X>({whole(2, kNanTokens, 3, HS, causal)});
                 const AttentionShape& s = p.c.shape;
                 const Result clean = run(kernel, p);
@@ -1071,10 +1074,10 @@ void queries(const AttentionKernel<X>& kernel) {
                 const int inputs = Tk > 1024 ? 2 : 3;
                 const Input input = static_cast<Input>(n % inputs);
                 n++;
-                check_call(kernel, {queries_of(B, Tq, Tk, NH, HS), input});
+                check_case(kernel, {queries_of(B, Tq, Tk, NH, HS), input});
             }
-        check_call(kernel, {unmasked(queries_of(1, 200, 1025, 2, HS)), Input::shifted});
-        check_call(kernel, {scaled(0.3f, queries_of(2, 130, 200, 3, HS))});
+        check_case(kernel, {unmasked(queries_of(1, 200, 1025, 2, HS)), Input::shifted});
+        check_case(kernel, {scaled(0.3f, queries_of(2, 130, 200, 3, HS))});
     }
 }
 
@@ -1112,7 +1115,7 @@ void shifts(const AttentionKernel<X>& kernel) {
             const int Tq = n % 2 == 0 ? 200 : 130;
             n++;
             const Case c{queries_of(2, Tq, Tq + shift, 3, HS)};
-            check_call(kernel, c);
+            check_case(kernel, c);
             if (std::is_same_v<X, bf16> && kernel.supports.pieces)
                 check_fp32_call(kernel, c);
         }
@@ -1201,8 +1204,8 @@ template <class X>
 void few(const AttentionKernel<X>& kernel) {
     const int NH = kernel.min_sm == 90 ? 150 : 2;
     for (int HS : {64, 128}) {
-        check_call(kernel, {whole(1, 100, NH, HS)}, Bound::rough);
-        check_call(kernel, {queries_of(1, 70, 200, NH, HS)}, Bound::rough);
+        check_case(kernel, {whole(1, 100, NH, HS)}, Bound::rough);
+        check_case(kernel, {queries_of(1, 70, 200, NH, HS)}, Bound::rough);
         if (kernel.supports.pieces)
             check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, Bound::rough);
     }
@@ -1356,12 +1359,13 @@ static const Cuda& untouchable() {
     return *reinterpret_cast<const Cuda*>(memory);
 }
 
+enum { Att = kCallTensors, Scratch };  // what else a call has an address of
+
 // The addresses of a call's tensors. They are far apart, and there is no memory at them.
 template <class A>
 static A* address(int tensor) {
     return reinterpret_cast<A*>(uintptr_t(tensor + 1) << 40);
 }
-enum { Att = kPlaces, ScratchBytes };
 
 template <class X, class Y = X>
 struct Calls {
@@ -1379,7 +1383,7 @@ struct Calls {
         backward = layout.backward<X, Y>(piece, address<X>(Q), address<X>(Dout), address<X>(Out),
                                          lse, address<Y>(Dq));
         backward.att = address<X>(Att);
-        backward.scratch = address<char>(ScratchBytes);
+        backward.scratch = address<char>(Scratch);
     }
 };
 
@@ -1400,6 +1404,7 @@ struct Refusals {
     const AttentionLimits limits = kernel.limits();
     const AttentionShape good = whole(2, T, NH, HS);
 
+    // Asks the check that every kernel starts with, because there is no memory for a kernel to use.
     template <class Call>
     void accept(const Call& call) const {
         const std::string error = test::error_of([&] { check_call(limits, call); });
@@ -1727,7 +1732,8 @@ static void check_merge(const AttentionShape& s, bool in_place) {
     Twin<float> piece_rest("piece's rest", normal<float>(stats, 6, kRestSigma));
     Twin<Y> dst("dst", poison(of_dst.size()));
 
-    // data(x) is a twin's memory on the host or on the device.
+    // data(x) is a twin's memory on the host or on the device. `to` is of another type than the sum
+    // if it is in bf16 on the device, and then the sum cannot be in place.
     const auto merge_on = [&](const auto& dev, auto to, const auto& data) {
         using A = std::remove_pointer_t<decltype(data(sum))>;
         const Piece<A> a{
@@ -1803,6 +1809,7 @@ static void check_add(const AttentionShape& s, const Addition& o) {
     Twin<Value> c("c", normal<Value>(of_c.size(), 3));
     Twin<Y> dst("dst", poison(of_dst.size()));
 
+    // Only addends of the sum's type can be overwritten by it.
     const auto add_on = [&](const auto& dev, auto to, auto a, auto b, auto c) {
         using Addend = decltype(a);
         if (o.addends < 2)
