@@ -138,7 +138,8 @@ struct KernelRun {
 // -------------------------------------------------------------------------------------------------
 // Errors against the oracle
 
-// x has n elements of N(0,1): qkv (…, 3, C), and then dout (…, C). Makes them elements of `input`.
+// x has n elements of N(0,1): qkv (…, 3, C), and then dout (…, C). Shifts and scales them to those
+// of `input`, whose parts 0 to 3 are q, k, v and dout.
 template <class X>
 __global__ void shape_inputs_kernel(X* x, size_t n, int C, Distribution input) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -177,7 +178,8 @@ std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjec
     const Poisoned<X> inputs(dev, 4 * n);
     X* const qkv = inputs;
     X* const dout = qkv + 3 * n;
-    fill_normal(dev, qkv, 4 * n, s.Tq);
+    const uint64_t seed = s.Tq;
+    fill_normal(dev, qkv, 4 * n, seed);
     shape_inputs_kernel<<<blocks_of(4 * n), kThreads, 0, dev.stream>>>(qkv, 4 * n, s.NH * s.HS,
                                                                        input);
     LAUNCH_CHECK("shape_inputs_kernel");

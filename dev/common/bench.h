@@ -173,14 +173,16 @@ void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The rates to compare with. The GEMM rate is what cuBLAS reaches on a large square product in X,
-// in TFLOP/s. In fp32 it uses TF32 if dev.tf32 is set
+// The rates to compare with
 
+// n of the n × n matrices of gemm_tflops().
 template <class X>
 int gemm_size(const Cuda& dev) {
     return std::is_same_v<X, bf16> || dev.tf32 ? 8192 : 4096;
 }
 
+// What cuBLAS reaches on a large square product in X, in TFLOP/s. In fp32 it uses TF32 if dev.tf32
+// is set.
 template <class X>
 Figures gemm_tflops(const Cuda& dev, bool quick) {
     constexpr bool is_bf16 = std::is_same_v<X, bf16>;

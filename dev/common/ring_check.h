@@ -154,9 +154,10 @@ struct Whole {
         : dev(dev), s(s), kind(o.kind) {
         const size_t C = size_t(s.NH) * s.HS;
         const size_t n = s.B * s.Tk * C;
-        qkv = normal<X>(3 * n, 3 * o.seed);
-        dout = normal<X>(n, 3 * o.seed + 1);
-        const std::vector<double> q = normal<X>(3 * n, 3 * o.seed + 2, o.q_sigma);
+        const uint64_t first_seed = 3 * o.seed;  // of three tensors
+        qkv = normal<X>(3 * n, first_seed);
+        dout = normal<X>(n, first_seed + 1);
+        const std::vector<double> q = normal<X>(3 * n, first_seed + 2, o.q_sigma);
         for (size_t i = 0; i < 3 * n; i++) {  // (B, T, 3, C)
             const size_t part = (i / C) % 3;
             if (part == 0)
@@ -297,7 +298,8 @@ inline std::string ring_name(const AttentionShape& s, int ranks) {
     return format("T %d, HS %d, %d ranks", s.Tk, s.HS, ranks);
 }
 
-// Runs a ring whose ranks are threads. Returns what each has written.
+// Runs a ring whose ranks are threads, and adds its errors to `errors`. Returns what each rank
+// wrote.
 template <class X, class Dev>
 std::vector<Written> add_local_ring(PieceErrors<X, Dev>& errors, const Whole<X, Dev>& whole,
                                     int ranks) {
@@ -311,8 +313,8 @@ std::vector<Written> add_local_ring(PieceErrors<X, Dev>& errors, const Whole<X, 
     return got;
 }
 
-// Every rank of a job makes this call. What it writes has the same bits as what a thread with its
-// rank writes.
+// Every rank of a job makes this call. A rank must write the bits that a thread of the same number
+// writes in a ring of threads.
 template <class X, class Dev, class Comm>
 void check_ring(const Dev& dev, Comm& comm, const AttentionShape& s, const WholeOptions& o = {}) {
     const Whole<X, Dev> whole(dev, s, o);

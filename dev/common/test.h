@@ -176,7 +176,7 @@ inline int main(int argc, char** argv) {
 
     Counts counts;
     for (const Case& c : cases())
-        if (c.name.find(part) != std::string::npos)
+        if (contains(c.name, part))
             run_and_count(c, limit, counts);
 
     if (counts.passed + counts.failed + counts.skipped == 0) {

@@ -117,12 +117,13 @@ class ThreadCommOn {
         at_join([=, this] { get(from, x, bytes); });
     }
 
-    // Done when it returns, as NCCL's is.
+    // Of host memory. Done when it returns, as NCCL's is.
     void host_all_gather(void* all, size_t bytes) {
         finish_calls();
         char* const x = static_cast<char*>(all);
+        const char* const mine = x + rank * bytes;
         for (int r = 0; r < size; r++)
-            put(r, {x + rank * bytes, x + (rank + 1) * bytes});
+            put(r, Mail::Bytes(mine, mine + bytes));
         for (int r = 0; r < size; r++)
             std::memcpy(x + r * bytes, take(r, bytes).data(), bytes);
     }
@@ -143,6 +144,7 @@ class ThreadCommOn {
         for (const auto& call : std::exchange(calls_, {}))
             call();
     }
+    // x is on the device.
     void put(int to, const void* x, size_t bytes) {
         Mail::Bytes copy(bytes);
         dev_.download(copy.data(), x, bytes);
@@ -158,6 +160,7 @@ class ThreadCommOn {
     Mail::Bytes take(int from, size_t bytes) {
         return mail_.take(first_ + from, first_ + rank, bytes);
     }
+    // Receives n elements from every rank and writes their sums.
     template <class A>
     void add_up(A* out, size_t n) {
         std::vector<A> sum(n);
@@ -202,7 +205,8 @@ void on_threads(int ranks, Body body, const Dev& dev = Cpu(1)) {
     const auto run = [&](int rank) {
         std::exception_ptr error;
         try {
-            const Cpu one_thread(1);  // each calling thread sets OpenMP's number of threads
+            // its constructor sets how many OpenMP threads this thread may start
+            const Cpu one_thread(1);
             dev.use();
             ThreadCommOn<Dev> comm(dev, mail, rank, ranks);
             body(rank, comm);
