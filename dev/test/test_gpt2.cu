@@ -168,9 +168,10 @@ void check_gradients(const Cuda& dev, const GradientCheck& o) {
     const std::vector<X> weights = download<X>(model, model.params.base, model.num_parameters);
     std::copy(weights.begin(), weights.end(), reference.weights().wte);
 
-    model.sizes.chunk =
-        (o.B * o.T + 1) * 2 / 3;  // the classifier gets a whole chunk and a smaller one
-    poison(dev, model.acts);      // nothing may be read that this step did not write
+    // so that the classifier gets a whole chunk and a smaller one
+    model.sizes.chunk = (o.B * o.T + 1) * 2 / 3;
+    // nothing may be read that this step did not write
+    poison(dev, model.acts);
     const std::vector<int> stream = make_tokens(2 * o.B * o.T + 1, kSmall.V, 3);
     upload_batches(reference, stream, 0);
     upload_batches(model, stream, 0);
@@ -399,12 +400,12 @@ TEST(numbers_end_where_their_ranges_do) {
         }
         return true;
     };
-    const auto check = [&](const Option& option, double value, bool good) {
+    const auto check = [&](const Option& option, double value, bool in_range) {
         const std::string text = format(option.kind == Option::Int ? "%.0f" : "%.17g", value);
-        if (accepts(option, text) != good) {
-            test::report(
-                __FILE__, __LINE__,
-                format("%s=%s is %s", option.name, text.c_str(), good ? "refused" : "accepted"));
+        if (accepts(option, text) != in_range) {
+            test::report(__FILE__, __LINE__,
+                         format("%s=%s is %s", option.name, text.c_str(),
+                                in_range ? "refused" : "accepted"));
         }
     };
 
@@ -422,9 +423,8 @@ TEST(numbers_end_where_their_ranges_do) {
         CHECK(dots != std::string::npos && !low.empty());
 
         const double least = std::stod(low);
-        const double most = !high.empty() ? std::stod(high)
-                            : whole       ? double(INT_MAX)
-                                          : double(FLT_MAX);
+        const double type_max = whole ? double(INT_MAX) : double(FLT_MAX);
+        const double most = high.empty() ? type_max : std::stod(high);
         const double step = whole ? 1 : 1e-6;
         check(option, least, true);
         check(option, least - step, false);
@@ -483,8 +483,8 @@ TEST(sampling_follows_the_distribution) {
     const double r5 = std::sqrt(5.0);
     const double all = 1 + r2 + r5;
     const struct {
-        Sampling sampling;
-        double p[4];
+        Sampling sampling;  // temperature, top_k
+        double p[4];        // of each token
     } cases[] = {{{1.f, 0}, {1 / 8., 2 / 8., 5 / 8., 0}},
                  {{1.f, 4}, {1 / 8., 2 / 8., 5 / 8., 0}},
                  {{1.f, 9}, {1 / 8., 2 / 8., 5 / 8., 0}},
@@ -508,6 +508,7 @@ TEST(sampling_follows_the_distribution) {
     }
 }
 
+// A Sampling is {temperature, top_k}.
 TEST(sampling_of_equal_and_impossible_tokens) {
     CHECK(sample_token({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
 
@@ -608,13 +609,15 @@ Options small_run(const std::string& out, int steps) {
     return o;
 }
 
-// A host that keeps a wrong number of what it downloads, `at` bytes into a block of `bytes`.
-struct Forgetful : Cpu {
+// A device that puts a NaN at the offset `at` of every download of exactly `bytes` bytes, unless
+// that is 0.
+struct Corrupting : Cpu {
     size_t bytes = 0;
     size_t at = 0;
-    Forgetful() : Cpu(1) {}
+    Corrupting() : Cpu(1) {}
     void download(void* host, const void* from, size_t n) const {
         Cpu::download(host, from, n);
+
         const float nan = NAN;
         if (bytes > 0 && n == bytes) {
             std::memcpy(static_cast<char*>(host) + at, &nan, sizeof nan);
@@ -637,10 +640,10 @@ struct Late : Cpu {
 
 // A device on which every layer, every upload or every download takes its time.
 struct Slow : Threads {
-    double layer = 0;
+    double layer_s = 0;
     double upload_s = 0;
     double download_s = 0;
-    explicit Slow() : Threads(1) {}
+    Slow() : Threads(1) {}
 
     void upload(void* to, const void* host, size_t n) const {
         Threads::upload(to, host, n);
@@ -652,18 +655,19 @@ struct Slow : Threads {
     }
 };
 
-// A call of a layer's forward pass, and one of its backward pass.
-int slow_layers = 0;
+int slow_layers = 0;  // calls of the two functions below
+
+// Slow's layers: one of the forward pass and one of the backward pass stand for all.
 template <class... Arguments>
 void matmul_activation_forward(const Slow& dev, Arguments... arguments) {
     slow_layers++;
-    sleep_for(dev.layer);
+    sleep_for(dev.layer_s);
     matmul_activation_forward(static_cast<const Cpu&>(dev), arguments...);
 }
 template <class... Arguments>
 void matmul_activation_backward(const Slow& dev, Arguments... arguments) {
     slow_layers++;
-    sleep_for(dev.layer);
+    sleep_for(dev.layer_s);
     matmul_activation_backward(static_cast<const Cpu&>(dev), arguments...);
 }
 
@@ -678,18 +682,18 @@ TEST(a_checkpoint_that_is_not_finite_is_not_resumed) {
         const std::string first = dir() + format("/not_finite_%zu", tensor);
         const std::string out = first + "_resumed";
         const std::string name = params.tensors[tensor].name;
-        Forgetful dev;
+        Corrupting dev;
         dev.bytes = params.bytes;
         dev.at = params.offsets[tensor] + 8;
         Options o = small_run(first, 1);
-        CHECK(quiet_error_of([&] { run_with<Forgetful, float>(dev, o, ProcessGroup()); }) == "");
+        CHECK(quiet_error_of([&] { run_with<Corrupting, float>(dev, o, ProcessGroup()); }) == "");
 
         std::filesystem::copy(first, out);  // this process keeps the lock of the other
         Options resumed = small_run(out, 2);
         resumed.resume = true;
-        const Forgetful good;
+        const Corrupting good;
         const std::string error =
-            quiet_error_of([&] { run_with<Forgetful, float>(good, resumed, ProcessGroup()); });
+            quiet_error_of([&] { run_with<Corrupting, float>(good, resumed, ProcessGroup()); });
         if (!contains(error, model_path(out, 1)) ||
             !contains(error, "not finite: " + name + " (1 of ")) {
             test::report(__FILE__, __LINE__, name + ": " + error);
@@ -759,7 +763,7 @@ TEST(slow_work_that_goes_on_is_no_hang) {
     Processes runs;
     runs.start([&] {  // the second step has the short limit
         Slow dev;
-        dev.layer = kSlow;
+        dev.layer_s = kSlow;
         const int code = train(small_run("", 2), dev, 1);
         CHECK(slow_layers == 2 * 2 * preset("tiny").L);
         return code;
@@ -916,7 +920,8 @@ void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says)
                    0);
     CHECK(std::isfinite(loss_and_gradient(model)));
     const Acc<X> infinite = INFINITY;
-    model.dev.upload(model.statistics().norm() - 1, &infinite, sizeof infinite);
+    Acc<X>* const last_loss = model.statistics().losses() + model.num_losses() - 1;
+    model.dev.upload(last_loss, &infinite, sizeof infinite);
     CHECK(update_stops());
 
     const X nan = NAN;
@@ -1112,7 +1117,7 @@ TEST(gpu_memory_is_what_the_table_says) {
                 bytes += t.elements() * size_of(t.dtype);
                 tensors++;
             }
-        // alignment, and the driver's 2 MiB pages
+        // each tensor is aligned, and the driver rounds an allocation up to pages of 2 MiB
         const double tolerance = 256. * tensors + 5 * (2 << 20);
         double taken = 0;
         // several times, because another program may allocate memory at the same time
@@ -1184,7 +1189,7 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
     std::copy(weights.begin(), weights.end(), exact.weights().wte);
 
     constexpr int kLongest = 320;
-    LogitErrors errors[2];          // without the cache, with it
+    LogitErrors errors[2];          // [true]: with the cache
     std::map<int, double> largest;  // error at each length, without the cache
     for (bool cached : {false, true})
         for (int n = 1; n <= kLongest; n++) {
