@@ -49,9 +49,11 @@ inline void check_gradient(const std::string& what, double* x, const std::vector
             d = std::normal_distribution<double>()(rng);
         check(format("random direction %d", trial), direction);
     }
-    for (int trial = 0; trial < 5; trial++) {
-        const size_t random = trial < 2 ? 0 : rng() % n;
-        const size_t element = trial == 0 ? 0 : trial == 1 ? n - 1 : random;
+
+    std::vector<size_t> elements = {0, n - 1};
+    for (int i = 0; i < 3; i++)
+        elements.push_back(rng() % n);
+    for (size_t element : elements) {
         std::vector<double> direction(n, 0.0);
         direction[element] = 1;
         check(format("element %zu", element), direction);

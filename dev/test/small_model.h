@@ -72,8 +72,11 @@ inline size_t offset_of(int tensor, int layer = 0) {
 inline const size_t kParameters = elements_before(16);
 
 // The weights are so large that windows differ in loss and gradients are clipped. Only letters are
-// likely, so that samples can be read back. `end` says how likely the end of a text is. No weight
-// is zero, because every step changes a zero.
+// likely, so that samples can be read back. No weight is zero, because every step changes a zero.
+//
+// The last layer norm makes the first channel 4 at every position. So a token's logit is about 4
+// times the first element of its row of wte, plus what the other channels add. `end` is that
+// element of the end of a text.
 constexpr double kEndOften = 0.4;
 constexpr double kNoEnd = -5;
 inline std::vector<float> make_weights(double end) {
@@ -86,14 +89,16 @@ inline std::vector<float> make_weights(double end) {
         for (size_t i = 0; i < kTensors[t].size * kTensors[t].layers; i++)
             p[offset_of(t) + i] += 1;
 
-    // a channel that says how likely each token is
-    p[offset_of(LNFW)] = 1e-6f;
+    constexpr double kAlmostZero = 1e-6;
+    p[offset_of(LNFW)] = kAlmostZero;
     p[offset_of(LNFB)] = 4;
     for (int v = 0; v < Vp; v++) {
-        const int lower_case = (v + '!') | 32;
-        double likely = -5;
-        if (lower_case >= 'a' && lower_case <= 'z')
-            likely = 1e-6;
+        const int character = v + '!';
+        const bool is_upper_case = character >= 'A' && character <= 'Z';
+        const bool is_lower_case = character >= 'a' && character <= 'z';
+        double likely = kNoEnd;
+        if (is_upper_case || is_lower_case)
+            likely = kAlmostZero;
         else if (v == kEnd)
             likely = end;
         p[v * C] = static_cast<float>(likely);
@@ -118,12 +123,14 @@ inline std::vector<int> make_tokens(int n, int seed) {
     std::mt19937_64 random(seed);
     int letter = 0;
     for (int i = 0; i < n; i++) {
-        letter = random() % 10 < 7 ? (letter * 5 + 3) % 26 : random() % 26;
-        if (random() % 12 == 0) {
+        const bool is_predictable = random() % 10 < 7;
+        letter = is_predictable ? (letter * 5 + 3) % 26 : random() % 26;
+        const bool is_end = random() % 12 == 0;
+        if (is_end) {
             tokens.push_back(kEnd);
         } else {
             const char first = random() % 2 ? 'A' : 'a';
-            tokens.push_back(first - '!' + letter);
+            tokens.push_back(first + letter - '!');
         }
     }
     return tokens;

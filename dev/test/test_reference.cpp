@@ -82,14 +82,14 @@ struct Layer {
     struct Tensor {
         std::string name;
         std::vector<X> x;
-        std::vector<X> start;
+        std::vector<X> start;  // what the layer adds to, 0 if it writes
     };
     std::string what;
     std::deque<Tensor> inputs;
     std::deque<Tensor> results;
     std::function<void()> forward;
     std::function<void()> backward = [] {};
-    // checks the results of a run against their definition
+    // checks the results of a run against their definition; gets the layer, which may have moved
     std::function<void(Layer&)> formula = [](Layer&) {};
 
     explicit Layer(const std::string& what) : what(what) {}
@@ -120,53 +120,56 @@ struct Layer {
 };
 
 // Checks a layer's results in double against their formula, and its gradients against finite
-// differences. In float it must come close, and the number of threads may change no bit.
+// differences. In float it must come close, and the number of threads may change no bit. make(x)
+// returns the layer in the type of x, whose value does not count.
 template <class Make>
 static void check(Make make, double float_tolerance = 2e-6) {
     const uint64_t seed = rng();
-    const auto run = [&](auto x, int threads) {
+    const auto run = [&](auto of_type, int threads) {
         const Cpu sets_the_number_of_threads(threads);
         rng.seed(seed);
-        auto l = make(x);
+        auto l = make(of_type);
         const auto before = l.inputs;
         l.run();
         for (size_t i = 0; i < before.size(); i++)
             CHECK(same_bits(l.inputs[i].x, before[i].x));
         return l;
     };
-    Layer<double> l = run(0.0, 1);
-    const Layer<float> single = run(0.f, 1);
+    Layer<double> l = run(double(), 1);
+    const Layer<float> single = run(float(), 1);
     l.formula(l);
 
     for (size_t i = 0; i < l.results.size(); i++)
         check_close(l.what + " " + l.results[i].name, single.results[i].x, l.results[i].x,
                     float_tolerance);
 
-    const Layer<double> again = run(0.0, 3);
-    const Layer<float> single_again = run(0.f, 3);
+    const Layer<double> again = run(double(), 3);
+    const Layer<float> single_again = run(float(), 3);
     for (size_t i = 0; i < l.results.size(); i++)
         if (!same_bits(again.results[i].x, l.results[i].x) ||
             !same_bits(single_again.results[i].x, single.results[i].x))
             test::report(__FILE__, __LINE__, l.what + ": more threads change " + l.results[i].name);
 
     const Cpu all_threads;
+    const auto is_gradient = [](const auto& t) { return t.name[0] == 'd'; };
+    const auto tensor_of = [&](const auto& gradient) -> auto& {
+        return l[gradient.name.substr(1)];
+    };
     const auto loss = [&] {
         l.forward();
         double sum = 0;
         for (const auto& t : l.inputs)
-            if (t.name[0] == 'd')
-                sum += dot(t.x, l[t.name.substr(1)].x);
+            if (is_gradient(t))
+                sum += dot(t.x, tensor_of(t).x);
         return sum;
     };
-    const auto is_gradient = [](const auto& tensor) { return tensor.name[0] == 'd'; };
     for (const auto& t : l.results)
         if (is_gradient(t))
-            check_gradient(l.what + " " + t.name, l[t.name.substr(1)].x.data(), t.x - t.start,
-                           loss);
+            check_gradient(l.what + " " + t.name, tensor_of(t).x.data(), t.x - t.start, loss);
 }
 #define CHECK_LAYER(layer, ...) check([&](auto x) { return layer<decltype(x)>(__VA_ARGS__); })
 
-// Checks that the layer has added the sums of x's columns into `sums`.
+// Checks that the layer has added the sums of t's columns to `sums`.
 template <class Tensor>
 static void check_column_sums(const Tensor& sums, const Tensor& t) {
     for (size_t c = 0; c < sums.x.size(); c++) {
@@ -357,7 +360,7 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
     const int Tk = s.Tk;
     const int NH = s.NH;
     const int HS = s.HS;
-    const int unasked = Tk - Tq;
+    const int first_query = Tk - Tq;  // the tokens before it are keys only
     Layer<X> l(
         format("attention Tq=%d Tk=%d HS=%d causal=%d scale=%.3g", Tq, Tk, HS, s.causal, s.scale));
     const size_t n = size_t(B) * Tq * NH * HS;
@@ -370,7 +373,7 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
     X* bias = l.added("sum of dqkv", 3 * NH * HS);
     const PackedHeads<const X> in = packed<const X>(qkv, Tk, s);
     const PackedHeads<X> gradients = packed(dqkv, Tk, s);
-    const HeadsView<const X> queries = in.q.from(unasked);
+    const HeadsView<const X> queries = in.q.from(first_query);
 
     l.forward = [=] {
         AttentionForward<X> c{s};
@@ -392,11 +395,12 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
         c.out = contiguous<const X>(out, s.queries());
         c.lse = {lse, size_t(Tq)};
         c.lse_rest = {rest, size_t(Tq)};
-        c.dq = gradients.q.from(unasked);
+        c.dq = gradients.q.from(first_query);
         c.dk = gradients.k;
         c.dv = gradients.v;
+        // no call writes these
         for (int b = 0; b < B; b++)
-            for (int t = 0; t < unasked; t++)
+            for (int t = 0; t < first_query; t++)
                 std::fill_n(gradients.q.row(b, t, 0, HS), NH * HS, X(0));
         attention_backward(dev, c);
         qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * Tk, NH * HS);
