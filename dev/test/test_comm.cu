@@ -55,7 +55,8 @@ void on_gpus(const Body& body) {
                 body(dev, comm);
                 return 0;
             });
-        ranks.check(std::vector<int>(size));
+        const std::vector<int> all_succeed(size, 0);
+        ranks.check(all_succeed);
     }
 }
 
@@ -109,7 +110,8 @@ TEST(nccl_collectives) {
         const int before = (rank + size - 1) % size;
         const auto mine = [=](size_t i) { return value(rank, i); };
         for (const size_t n : {4, 1000, 1 << 20}) {
-            const auto sent_by = [=](int r) { return n / (1 + r % 2); };
+            // ranks send different numbers of elements
+            const auto count_sent_by = [=](int r) { return n / (1 + r % 2); };
 
             Floats reduced(dev, elements(n, mine));
             Floats parts(dev, elements(size * n, mine));
@@ -129,7 +131,8 @@ TEST(nccl_collectives) {
                 comm.reduce_scatter(own.ptr, parts.ptr, n);
                 comm.all_gather(all.ptr, n);
             });
-            comm.send_recv(next, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
+            comm.send_recv(next, sent.ptr, count_sent_by(rank), before, got.ptr,
+                           count_sent_by(before));
             comm.broadcast(first.ptr, n * sizeof(float));
             if (rank == 0)
                 comm.send(1, passed_on.ptr, n * sizeof(float));
@@ -142,7 +145,7 @@ TEST(nccl_collectives) {
             const auto sum = [=](size_t i) { return sum_of_values(size, 0, i); };
             const auto own_sum = [=](size_t i) { return sum_of_values(size, 0, rank * n + i); };
             const auto received = [=](size_t i) {
-                return i < sent_by(before) ? value(before, i) : -1;
+                return i < count_sent_by(before) ? value(before, i) : -1;
             };
             CHECK(first.values() == elements(n, of_first));
             CHECK(passed_on.values() == (rank == 1 ? elements(n, of_first) : elements(n, mine)));

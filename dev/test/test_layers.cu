@@ -263,7 +263,7 @@ std::string label(const char* what, size_t a, size_t b, size_t c) {
 __global__ void empty_kernel() {}
 TEST(device) {
     const Cuda& dev = gpu();
-    // make adds the a to 90. On a 9.0 the code may also come from PTX for 80
+    // make builds for 90a, not 90. On a 9.0 the code may also come from PTX for 80, without wgmma.
     cudaFuncAttributes built;
     CUDA_CHECK(cudaFuncGetAttributes(&built, empty_kernel));
     CHECK(dev.sm90a == (dev.sm == 90 && built.ptxVersion == 90));
@@ -344,11 +344,12 @@ TEST_OF_X(encoder) {
         different[i] = (i * 1021) % 4096;
     check_encoder<X>(16, 256, 64, 4096, different);
 
-    // 33 positions per token, which makes the most partial rows there can be
-    std::vector<int> pairs(33 * 64);
-    for (int i = 0; i < 33 * 64; i++)
+    // a whole chunk and a single position per token, which makes the most partial rows possible
+    const int positions = kEncoderChunk + 1;
+    std::vector<int> pairs(positions * 64);
+    for (int i = 0; i < positions * 64; i++)
         pairs[i] = i % 64;
-    check_encoder<X>(33, 64, 64, 64, pairs);
+    check_encoder<X>(positions, 64, 64, 64, pairs);
 
     // a rank's two chunks of a sequence
     const Positions two_chunks = {.chunk = 33, .early = 33, .late = 7 * 33};
@@ -891,32 +892,33 @@ TEST_OF_X(classifier_of_bad_rows) {
     const int V = 257;
     const int Vp = 384;
     const int N = 7;
-    const int kFirstGoodRow = 5;
-    const std::vector<int> targets = {V, -1, 1000000, 7, 7, 7, V - 1};  // three are outside
+    const int kNanRow = 3;  // the three before it have a target outside the vocabulary
+    const int kInfiniteRow = 4;
+    const int kMinusInfiniteRow = 5;
+    const std::vector<int> targets = {V, -1, 1000000, 7, 7, 7, V - 1};
     const Tensor<float> losses(poison(N));
     for (int at : {0, 100, V - 1}) {
         Values x = randn<X>(N * Vp);
-        x[3 * Vp + at] = NAN;
-        x[4 * Vp + at] = INFINITY;
-        x[5 * Vp + at] = -INFINITY;
+        x[kNanRow * Vp + at] = NAN;
+        x[kInfiniteRow * Vp + at] = INFINITY;
+        x[kMinusInfiniteRow * Vp + at] = -INFINITY;
         const Tensor<X> logits(x);
         classifier<X>(late(gpu()), logits, losses, Ints(targets), 1.f, N, V, Vp);
 
         const Values loss = losses.values();
         const Values gradient = logits.values();
         for (int n = 0; n < N; n++) {
-            const bool bad_target = n < 3;
-            const bool good = n >= kFirstGoodRow;
+            const bool bad_target = n < kNanRow;
+            const bool good = n > kInfiniteRow;
             if (bad_target)
                 CHECK(std::isnan(loss[n]));
             else
                 CHECK(std::isfinite(loss[n]) == good);
             // in the row of +∞ a gradient may be 0
-            const bool infinite_logit = n == 4;
-            if (!infinite_logit)
+            if (n != kInfiniteRow)
                 CHECK(std::isfinite(gradient[n * Vp + 5]) == good);
         }
-        CHECK(gradient[5 * Vp + at] == 0.0);
+        CHECK(gradient[kMinusInfiniteRow * Vp + at] == 0.0);
     }
     CHECK_ERROR(classifier<X>(gpu(), nullptr, losses, nullptr, 1.f, N, Vp + 1, Vp), "V = 385");
 }
@@ -1083,7 +1085,7 @@ void check_init_normal() {
     const Cpu cpu;
     for (const size_t first : {size_t(0), size_t(1) << 33})
         for (const double sigma : {0.02, 0.0}) {
-            Tensor<X> x(poison(n + 1), 1);
+            Tensor<X> x(poison(n + 1), kUnaligned);  // the last element is not to be filled
             init_normal<X>(late(gpu()), x, n, 0.25, sigma, 7, first);
             std::vector<X> want(n);
             init_normal(cpu, want.data(), n, 0.25, sigma, 7, first);
@@ -1148,7 +1150,7 @@ void check_reduction(bool norm, Tensor<float>& x) {
 
     check(format("%s of %zu", norm ? "global_norm" : "reduce_sum", n), {{"", out}}, call);
 
-    const double whole = x.start[n / 2];
+    const double original = x.start[n / 2];
     for (const double broken : {double(NAN), double(INFINITY)}) {
         x.start[n / 2] = broken;
         x.reset();
@@ -1157,7 +1159,7 @@ void check_reduction(bool norm, Tensor<float>& x) {
         CHECK(std::isnan(broken) ? std::isnan(result) : result == INFINITY);
         CHECK(count_nonfinite<float>(late(gpu()), Scratch(sizeof(double)).p, x, n) == 1);
     }
-    x.start[n / 2] = whole;
+    x.start[n / 2] = original;
     x.reset();
 }
 TEST(reductions) {
@@ -1177,20 +1179,21 @@ TEST(reductions) {
 // Another sign makes another checksum, and so do two words that are swapped. The checksum of any
 // number of zeros is 0.
 TEST(checksums) {
-    Tensor<float> x(randn<float>(300001));
+    constexpr size_t n = 300001;
+    Tensor<float> x(randn<float>(n));
     const Scratch scratch(sizeof(double));
 
     const auto sum = [&] {
         x.reset();
-        return checksum(late(gpu()), scratch.p, static_cast<float*>(x), 300001 * sizeof(float));
+        return checksum(late(gpu()), scratch.p, static_cast<float*>(x), n * sizeof(float));
     };
     const uint64_t before = sum();
     CHECK(sum() == before);
     CHECK(checksum(late(gpu()), scratch.p, nullptr, 0) == 0);
 
-    x.start[300000] *= -1;
+    x.start[n - 1] *= -1;
     CHECK(sum() != before);
-    x.start[300000] *= -1;
+    x.start[n - 1] *= -1;
 
     std::swap(x.start[0], x.start[7]);
     CHECK(sum() != before);
@@ -1257,7 +1260,7 @@ TEST(adamw_against_reference) {
         const Values exact = master.values();
         const Values stored = params.values();
         for (size_t i = 0; i < kAdamSize; i++) {
-            // One of the two bf16 neighbours: less than 2⁻⁷ of the power of two below.
+            // one of the two bf16 neighbours, so less than 2⁻⁷ of the power of 2 below away
             const double ulp = std::ldexp(1.0, std::ilogb(exact[i]) - 7);
             CHECK_NEAR(stored[i], exact[i], ulp);
             CHECK(std::fabs(stored[i] - exact[i]) < ulp);
