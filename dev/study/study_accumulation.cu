@@ -114,17 +114,23 @@ __device__ __forceinline__ void mma(uint32_t (*c)[2], const uint32_t (&a)[4],
 // The kernel. A block has 4 warps of 32 queries each. K and V come through a 2-stage ring by
 // cp.async (see flash_bf16.cu)
 
-constexpr int M = 2;         // 16-row tiles of queries per warp
-constexpr int kBlock = 128;  // threads
-constexpr int Br = kBlock / 32 * 16 * M;
+constexpr int M = 2;  // 16-row tiles of queries per warp
+constexpr int kBlockThreads = 128;
+constexpr int Br = kBlockThreads / 32 * 16 * M;
 constexpr int Bc = 64;
-constexpr int KvBytes = Bc * HS * 2;
-constexpr int kSmem = Br * HS * 2 + 4 * KvBytes;
+constexpr int QBytes = Br * HS * 2;
+constexpr int KvBytes = Bc * HS * 2;         // a stage of K or of V
+constexpr int kSmem = QBytes + 4 * KvBytes;  // two stages of each
+
+// Where tile j of keys is, of two stages.
+__device__ __forceinline__ int stage_index(int j) {
+    return j & 1;
+}
 
 using Args = ForwardArgs<__half, __half>;
 
 template <int F>
-__global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
+__global__ void __launch_bounds__(kBlockThreads, F& kMoreWarps ? 3 : 2)
     mma_kernel(const __grid_constant__ Args args) {
 #if __CUDA_ARCH__ >= 800
     constexpr bool Qk16 = F & kQk16;
@@ -137,7 +143,7 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     extern __shared__ __align__(256) unsigned char smem[];
     const auto& p = args.p;
     const uint32_t q_smem = smem_address(smem);
-    const uint32_t k_smem = q_smem + Br * HS * 2;
+    const uint32_t k_smem = q_smem + QBytes;
     const uint32_t v_smem = k_smem + 2 * KvBytes;
     const WorkTile w = work_tile(p, TileOrder::last_to_first);
     const int q0 = w.tile * Br;
@@ -153,12 +159,11 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
         return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch_stride + w.h * HS);
     };
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, kBlock>(k_smem + (j & 1) * KvBytes, head(p.k), p.k.token_stride, j * Bc,
-                                  p.Tq);
-        load_tile<HS, Bc, kBlock>(v_smem + (j & 1) * KvBytes, head(p.v), p.v.token_stride, j * Bc,
-                                  p.Tq);
+        const uint32_t stage = stage_index(j) * KvBytes;
+        load_tile<HS, Bc, kBlockThreads>(k_smem + stage, head(p.k), p.k.token_stride, j * Bc, p.Tq);
+        load_tile<HS, Bc, kBlockThreads>(v_smem + stage, head(p.v), p.v.token_stride, j * Bc, p.Tq);
     };
-    load_tile<HS, Br, kBlock>(q_smem, head(p.q), p.q.token_stride, q0, p.Tq);
+    load_tile<HS, Br, kBlockThreads>(q_smem, head(p.q), p.q.token_stride, q0, p.Tq);
     cp_async_commit();
     load_kv(k_tiles - 1);
     cp_async_commit();
@@ -176,9 +181,10 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
     for (int kk = 0; kk < HS / 16; kk++)
         load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
 
-    auto step = [&](int j, auto masked) {  // S and P of tile j of keys, and O += P V
-        const uint32_t k_tile = k_smem + (j & 1) * KvBytes;
-        const uint32_t v_tile = v_smem + (j & 1) * KvBytes;
+    // S and P of tile j of keys, and O += P V. `masked` says whether some query does not see all.
+    auto step = [&](int j, auto masked) {
+        const uint32_t k_tile = k_smem + stage_index(j) * KvBytes;
+        const uint32_t v_tile = v_smem + stage_index(j) * KvBytes;
         uint32_t b[4];
         S s[M][Bc / 8][2] = {};
         for (int kk = 0; kk < HS / 16; kk++)
@@ -195,8 +201,9 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
                 // keys that the query does not see become −∞
                 if constexpr (decltype(masked)::value) {
                     const S lowest = as<S>(Float2{-INFINITY, -INFINITY});
-                    const int end = min(p.Tq, first_q + 16 * i + 8 * r + lane / 4 + 1) -
-                                    (j * Bc + (lane % 4) * 2);
+                    const int query = first_q + 16 * i + 8 * r + lane / 4;
+                    const int first_key = j * Bc + (lane % 4) * 2;  // of this lane's columns
+                    const int end = min(p.Tq, query + 1) - first_key;
                     for (int n = 0; n < Bc / 8; n++) {
                         if (8 * n >= end)
                             s[i][n][r].x = lowest.x;
@@ -224,7 +231,7 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
                         o[i][n][r] = o[i][n][r] * as<O>(Float2{alpha[i][r], alpha[i][r]});
         }
 
-        __half2 product[M][HS / 8][2] = {};  // for pv16tile, P V of the tile
+        [[maybe_unused]] __half2 product[M][HS / 8][2] = {};  // for pv16tile, P V of the tile
         // the MMAs of a k-step overlap the exponentials of the next
         for (int kk = 0; kk < Bc / 16; kk++) {
             uint32_t a[M][4];  // columns [16·kk, 16·kk + 16) of P
@@ -256,10 +263,11 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
         }
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
-                for (int n = 0; Pv16Tile && n < HS / 8; n++)
-                    o[i][n][r] = o[i][n][r] + as<O>(product[i][n][r]);
-                l[i][r] =
-                    alpha[i][r] * l[i][r] + (as<Float2>(sums[i][r]).x + as<Float2>(sums[i][r]).y);
+                if constexpr (Pv16Tile)
+                    for (int n = 0; n < HS / 8; n++)
+                        o[i][n][r] = o[i][n][r] + as<O>(product[i][n][r]);
+                const Float2 sum = as<Float2>(sums[i][r]);
+                l[i][r] = alpha[i][r] * l[i][r] + (sum.x + sum.y);
             }
     };
 
@@ -280,16 +288,16 @@ __global__ void __launch_bounds__(kBlock, F& kMoreWarps ? 3 : 2)
 
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
-            const int row = first_q + 16 * i + 8 * r + lane / 4;
+            const int query = first_q + 16 * i + 8 * r + lane / 4;
             const float sum = quad_sum(l[i][r]);
             const float factor = __fdividef(1.f, sum);
-            if (row >= p.Tq)
+            if (query >= p.Tq)
                 continue;
             if (lane % 4 == 0)
-                args.lse.ptr[w.bh * args.lse.head_stride + row] =
+                args.lse.ptr[w.bh * args.lse.head_stride + query] =
                     (reference[i][r] + __log2f(sum)) * static_cast<float>(M_LN2);
             auto* out =
-                reinterpret_cast<__half2*>(w.head<HS>(args.out) + row * args.out.token_stride);
+                reinterpret_cast<__half2*>(w.head<HS>(args.out) + query * args.out.token_stride);
             for (int n = 0; n < HS / 8; n++)
                 out[4 * n + lane % 4] =
                     as<__half2>(as<Float2>(o[i][n][r]) * Float2{factor, factor});
@@ -305,7 +313,7 @@ void forward(const Cuda& dev, const AttentionForward<__half>& c) {
             .HS = HS,
             .tiles = ceil_div(c.s.Tq, Br),
             .streamed_rows = c.s.Tq,
-            .threads = kBlock,
+            .threads = kBlockThreads,
             .smem = kSmem},
            mma_kernel<F>, args);
 }
