@@ -42,7 +42,8 @@ RUNS = 15
 MAX_REST_MS = 50.0
 SUSTAINED_MS = 500
 WAIT_CYCLES = 4_000_000  # about 2 ms: more than PyTorch takes to queue a pass
-# Forward multiplies S = QKᵀ and PV; backward S, dP, dQ, dK and dV.
+# Forward multiplies S = QKᵀ and PV; backward S, dP, dQ, dK and dV. A product of a head takes
+# 2·T·T·HS FLOPs, of which the causal mask leaves half.
 PRODUCTS = {"fwd": 2, "bwd": 5}
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
 

@@ -7,10 +7,10 @@ second and memory.
 
 The peer is what people run: the same model under torch.compile, matmuls and attention in bf16 by
 autocast over fp32 weights, F.scaled_dot_product_attention, fused AdamW, and gradients clipped to
-norm 1. It has the initial weights, learning rate, weight decay, token ids with the frequencies of
-text, and vocabulary of 50257 padded to 50304 of bench_train. The same is timed, too: the whole
-step, from uploading its batch to reading back the loss, as the mean of 5 s of steps after 3 s of
-warm-up.
+norm 1. Its initial weights, learning rate, weight decay, token ids (with the frequencies of text)
+and vocabulary (50257, padded to 50304) are like those of bench_train, and the same is timed: the
+whole step, from uploading its batch to reading back the loss, as the mean of 5 s of steps after 3 s
+of warm-up.
 
 Each attention backend (FlashAttention 2 and cuDNN's) trains in a process of its own, and the faster
 one is recorded. Before it is timed, the loss must start at ln V and fall over 20 steps on one
@@ -218,7 +218,7 @@ def figures_or_reason(*arguments):
 
 
 def torch_figures(model, backend, B, T):
-    """The same, measured in a process of its own."""
+    """What figures_or_reason() returns in a process of its own."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(figures_or_reason, SIZES[model], backend, B, T).result()
