@@ -153,11 +153,8 @@ __global__ void __launch_bounds__(kBlockThreads, F& kMoreWarps ? 3 : 2)
     const int last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.Tq) + Bc - 1) / Bc;
 
-    // Not w.head(), whose 64-bit offset makes more-warps spill registers. A copy need not know fp16
-    // from bf16.
-    auto head = [&](const auto& x) {
-        return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch_stride + w.h * HS);
-    };
+    // a copy need not know fp16 from bf16
+    auto head = [&](const auto& x) { return reinterpret_cast<const bf16*>(w.head<HS>(x)); };
     auto load_kv = [&](int j) {
         const uint32_t stage = stage_index(j) * KvBytes;
         load_tile<HS, Bc, kBlockThreads>(k_smem + stage, head(p.k), p.k.token_stride, j * Bc, p.Tq);
