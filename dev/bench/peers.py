@@ -175,7 +175,8 @@ class Peer:
         ms = []
         for i in range(WARM_UPS, WARM_UPS + RUNS):
             cuda.synchronize()
-            time.sleep(min(4 * min(ms, default=0.0), MAX_REST_MS) / 1e3)
+            last = ms[-1] if ms else 0.0
+            time.sleep(min(4 * last, MAX_REST_MS) / 1e3)
             start, end = self.new_event(), self.new_event()
             cuda._sleep(WAIT_CYCLES)
             start.record()
