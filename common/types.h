@@ -104,8 +104,8 @@ struct Positions {
 // One tensor's range of the parameters, for the optimizer: `pieces` pieces of `size` elements, the
 // first at element `begin` of the parameter arena and each `stride` elements after the one before.
 // (If the optimizer is sharded, a rank may have a piece of every layer.) Gradients and optimizer
-// state have no gaps between the ranges of a rank, so there a range starts `skipped` elements
-// earlier.
+// state have no gaps, neither between a rank's ranges nor between their pieces, so there a range
+// starts `skipped` elements earlier.
 struct ParamRange {
     size_t begin;
     size_t size;
@@ -115,9 +115,9 @@ struct ParamRange {
     size_t skipped = 0;
 
     // where piece p starts in the arena
-    size_t piece(size_t p) const { return begin + p * stride; }
+    size_t piece_begin(size_t p) const { return begin + p * stride; }
     // where it starts in gradients, m, v and master weights
-    size_t state(size_t p) const { return begin - skipped + p * size; }
+    size_t state_begin(size_t p) const { return begin - skipped + p * size; }
 };
 
 struct AdamW {

@@ -48,9 +48,9 @@ std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int shards, b
 
 // A part of a share without gaps.
 struct SharePart {
-    size_t parameter;  // where it starts among all parameters
-    size_t state;      // where it starts in the share's gradients, m, v and master weights
-    size_t count;      // elements
+    size_t begin;        // among all parameters
+    size_t state_begin;  // in the share's gradients, m, v and master weights
+    size_t size;
 };
 
 // Calls f(part) for everything that a share has of the parameters from `begin` to `end`.
@@ -58,13 +58,14 @@ template <class F>
 void for_each_part(const std::vector<ParamRange>& share, size_t begin, size_t end, F f) {
     for (const ParamRange& range : share) {
         for (size_t p = 0; p < range.pieces; p++) {
-            const size_t first = std::max(begin, range.piece(p));
-            const size_t last = std::min(end, range.piece(p) + range.size);
-            if (first >= last)
+            const size_t piece_begin = range.piece_begin(p);
+            const size_t part_begin = std::max(begin, piece_begin);
+            const size_t part_end = std::min(end, piece_begin + range.size);
+            if (part_begin >= part_end)
                 continue;
-            f(SharePart{.parameter = first,
-                        .state = range.state(p) + (first - range.piece(p)),
-                        .count = last - first});
+            f(SharePart{.begin = part_begin,
+                        .state_begin = range.state_begin(p) + (part_begin - piece_begin),
+                        .size = part_end - part_begin});
         }
     }
 }

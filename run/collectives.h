@@ -41,7 +41,8 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
                 continue;
             auto* const g = static_cast<typename Model::A*>(m.grads.at(i, l));
             if (m.ranks.sharded)
-                comm.reduce_scatter(m.workspace().own_gradients + own[i].state(l), g, own[i].size);
+                comm.reduce_scatter(m.workspace().own_gradients + own[i].state_begin(l), g,
+                                    own[i].size);
             else
                 comm.all_reduce(g, one_layer ? t.size() : t.elements());
         }
@@ -95,7 +96,7 @@ void gather_parameters(Model& m) {
         // what is gathered starts at rank 0's.
         for (const ParamRange& range : m.share(0))
             for (size_t p = 0; p < range.pieces; p++)
-                comm.all_gather(m.all_parameters() + range.piece(p), range.size);
+                comm.all_gather(m.all_parameters() + range.piece_begin(p), range.size);
     };
     in_order(comm, [&] { comm.group(gather); });
 }

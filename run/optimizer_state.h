@@ -64,8 +64,8 @@ void exchange(Model& m, Direction direction, const Window& window, typename Mode
             if (m.ranks.rank != 0 && m.ranks.rank != r)
                 continue;
             for_each_part(m.share(r), first, last, [&](const SharePart& part) {
-                copy(m, direction, r, own + (array * own_n + part.state),
-                     staged + (array_begin + part.parameter - window.begin), part.count);
+                copy(m, direction, r, own + (array * own_n + part.state_begin),
+                     staged + (array_begin + part.begin - window.begin), part.size);
             });
         }
     }

@@ -114,7 +114,7 @@ void init_random(Model& model, uint64_t seed) {
         fill(model.all_parameters() + begin, begin, t.elements());
         if (master)
             for_each_part(own, begin, end, [&](const SharePart& part) {
-                fill(master + part.state, part.parameter, part.count);
+                fill(master + part.state_begin, part.begin, part.size);
             });
         begin = end;
     }
@@ -138,7 +138,7 @@ void load_as(Model& model, const InputFile& file) {
         convert(dev, model.all_parameters() + first, values, count);
         if (master)
             for_each_part(own, first, first + count, [&](const SharePart& part) {
-                convert(dev, master + part.state, values + (part.parameter - first), part.count);
+                convert(dev, master + part.state_begin, values + (part.begin - first), part.size);
             });
     });
 }

@@ -1319,8 +1319,10 @@ TEST(adamw_shares) {
         Values own_g(own);
         for (const ParamRange& range : share)
             for (size_t p = 0; p < range.pieces; p++) {
-                std::copy_n(&start[range.piece(p)], range.size, &own_start[range.state(p)]);
-                std::copy_n(&g.start[range.piece(p)], range.size, &own_g[range.state(p)]);
+                const size_t from = range.piece_begin(p);
+                const size_t to = range.state_begin(p);
+                std::copy_n(&start[from], range.size, &own_start[to]);
+                std::copy_n(&g.start[from], range.size, &own_g[to]);
             }
         update(shared, fp32_shared, own_start, Tensor<float>(own_g), share);
     }

@@ -696,8 +696,8 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     for (const ParamRange* range = ranges; range < ranges + num_ranges; range++) {
         const A decay = range->decay ? hyper.weight_decay : 0;
         for (size_t piece = 0; piece < range->pieces; piece++) {
-            const size_t begin = range->piece(piece);
-            const size_t state = range->state(piece);
+            const size_t begin = range->piece_begin(piece);
+            const size_t state = range->state_begin(piece);
 #pragma omp parallel for
             for (size_t k = 0; k < range->size; k++) {
                 const size_t i = begin + k;
