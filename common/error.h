@@ -1,5 +1,7 @@
 // Errors are exceptions. main prints their message on stderr, in one line, and exits. A message
 // says what is wrong, where (file, offset, expected, found) and what to do about it.
+//
+// Also two functions that messages need: a clock, and printf into a string.
 #pragma once
 #include <chrono>
 #include <cstdarg>

@@ -28,7 +28,8 @@ struct TensorSpec {
     // 0 for a tensor that is not per layer, kShared if all layers use the same memory in turn
     int layers = 0;
     ParamKind kind = kVector;
-    size_t pointer = kNoPointer;  // byte offset, in its struct, of the pointer to this tensor
+    // where the pointer to this tensor is in its struct of pointers, in bytes
+    size_t pointer_offset = kNoPointer;
 
     size_t size() const { return rows * cols; }  // elements of one layer
     size_t elements() const { return size() * static_cast<size_t>(std::max(layers, 1)); }

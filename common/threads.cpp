@@ -63,8 +63,8 @@ static int startable_threads(int wanted) {
 }
 
 static int possible_threads() {
-    const int cores = omp_get_num_procs();  // to which this process is bound
-    static const int possible = startable_threads(cores);
+    // the number of cores to which this process is bound
+    static const int possible = startable_threads(omp_get_num_procs());
     return possible;
 }
 

@@ -1,4 +1,4 @@
-// The types that both backends share.
+// The types that the CUDA and the CPU backend share.
 #pragma once
 #include <cuda_bf16.h>
 

@@ -26,7 +26,7 @@ struct TensorList : std::vector<TensorSpec> {
                    .cols = extent.cols,
                    .layers = layers,
                    .kind = kind,
-                   .pointer = offset_of(member)});
+                   .pointer_offset = offset_of(member)});
     }
 
     // A tensor of the whole model.
@@ -85,10 +85,11 @@ struct Arena {
     S pointers(int l = 0) const {
         S s{};
         for (size_t i = 0; i < tensors.size(); i++) {
-            if (tensors[i].pointer == TensorSpec::kNoPointer)
+            if (tensors[i].pointer_offset == TensorSpec::kNoPointer)
                 continue;
             void* const tensor = at(i, l);
-            std::memcpy(reinterpret_cast<char*>(&s) + tensors[i].pointer, &tensor, sizeof tensor);
+            std::memcpy(reinterpret_cast<char*>(&s) + tensors[i].pointer_offset, &tensor,
+                        sizeof tensor);
         }
         return s;
     }
