@@ -1,5 +1,7 @@
 #include "data/file.h"
 
+#include "common/random.h"
+
 // -------------------------------------------------------------------------------------------------
 // System calls
 
@@ -38,7 +40,8 @@ void check_regular(const std::string& path) {
 
 namespace {
 
-struct Position {
+// An open file, from an offset on.
+struct OpenFile {
     const std::string& path;  // for messages
     int fd;
     size_t offset;
@@ -50,7 +53,7 @@ struct Position {
 // pwrite. A large block is divided among several threads, because one thread copies only about
 // 2 GB/s to or from the system's page cache.
 template <class Call, class Byte>
-static void transfer(Call call, const char* action, const Position& file, Byte* memory,
+static void transfer(Call call, const char* action, const OpenFile& file, Byte* memory,
                      size_t bytes) {
     constexpr size_t kThreads = 4;
     constexpr size_t kSmallestPiece = 1 << 20;
@@ -205,46 +208,48 @@ void write_whole_file(const std::string& path, const std::vector<Block>& blocks)
 }
 
 // -------------------------------------------------------------------------------------------------
-// Checksums: four lanes, so that the multiplications of one step overlap and the hash is as fast as
-// memory.
+// Checksums
+//
+// There are several lanes, so that the multiplications of one step overlap and the hash is as fast
+// as memory.
 
 // Adds a word to a lane. For a given word this is a bijection of the lane, and for a given lane a
 // bijection of the word, because both multipliers are odd. So any change of a single word changes
 // the result. The second multiplication spreads even the top bit of a word over many bits, so that
 // a second small error is unlikely to cancel the first.
 static uint64_t mix_word(uint64_t lane, uint64_t word) {
-    lane += word * 0x9E3779B97F4A7C15u;
+    lane += word * kGolden;
     lane = (lane << 31) | (lane >> 33);
     return lane * 0xD6E8FEB86659FD93u;
 }
 
-Checksum64::Checksum64(size_t bytes, uint64_t seed) : seed_(seed) {
-    for (uint64_t i = 0; i < 4; i++) {
-        lanes_[i] = mix_word(seed + i, bytes);
+Checksum64::Checksum64(size_t total_bytes, uint64_t seed) : seed_(seed) {
+    for (size_t i = 0; i < kLanes; i++) {
+        lanes_[i] = mix_word(seed + i, total_bytes);
     }
 }
 
 void Checksum64::add(const void* piece, size_t bytes) {
     const char* p = static_cast<const char*>(piece);
-    uint64_t lanes[4];  // a copy, which the compiler keeps in registers
-    uint64_t words[4];
+    uint64_t lanes[kLanes];  // a copy, which the compiler keeps in registers
+    uint64_t words[kLanes];
     std::memcpy(lanes, lanes_, sizeof lanes);
 
     size_t left = bytes;
     while (left >= kStep) {
         std::memcpy(words, p, sizeof words);
-        for (int i = 0; i < 4; i++) {
+        for (size_t i = 0; i < kLanes; i++) {
             lanes[i] = mix_word(lanes[i], words[i]);
         }
         p += kStep;
         left -= kStep;
     }
 
-    uint64_t last[4] = {};  // padded with zeros
+    uint64_t last_words[kLanes] = {};  // padded with zeros
     if (left > 0)
-        std::memcpy(last, p, left);
-    for (size_t i = 0; 8 * i < left; i++) {
-        lanes[i] = mix_word(lanes[i], last[i]);
+        std::memcpy(last_words, p, left);
+    for (size_t i = 0; i * sizeof(uint64_t) < left; i++) {
+        lanes[i] = mix_word(lanes[i], last_words[i]);
     }
     std::memcpy(lanes_, lanes, sizeof lanes);
 }

@@ -20,8 +20,8 @@ constexpr size_t kHeaderBytes = kHeaderInts * sizeof(int32_t);
 constexpr int32_t kModelMagic = 20240326;
 constexpr int32_t kShardMagic = 20240520;
 
-// Copies a file into this object, between NAME_begin and NAME_end, so that the program is a single
-// file and runs from any directory. The path is relative to the repository root, where make
+// Copies a file into this object file, between NAME_begin and NAME_end, so that the program is a
+// single file and runs from any directory. The path is relative to the repository root, where make
 // compiles.
 #define EMBED(name, path)                               \
     extern "C" const char name##_begin[], name##_end[]; \
@@ -112,14 +112,18 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);
 
 // The same hash of data that is given piece by piece.
 class Checksum64 {
-  public:
-    static constexpr size_t kStep = 32;  // all pieces but the last have a multiple of this
+    static constexpr size_t kLanes = 4;
 
-    explicit Checksum64(size_t bytes, uint64_t seed = 0);  // of all pieces together
+  public:
+    // The length in bytes of every piece but the last must be a multiple of this.
+    static constexpr size_t kStep = kLanes * sizeof(uint64_t);
+
+    // `total_bytes` is the length of all pieces together.
+    explicit Checksum64(size_t total_bytes, uint64_t seed = 0);
     void add(const void* piece, size_t bytes);
     uint64_t value() const;
 
   private:
     uint64_t seed_;
-    uint64_t lanes_[4];
+    uint64_t lanes_[kLanes];
 };
