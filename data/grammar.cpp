@@ -78,10 +78,12 @@ class Reader {
         lines_.emplace_back();
         std::istringstream in(source);
         for (std::string line; std::getline(in, line);) {
-            if (line[0] == ' ')
-                lines_.back() += " " + line.erase(0, line.find_first_not_of(' '));
-            else
+            if (line[0] == ' ') {
+                line.erase(0, line.find_first_not_of(' '));
+                lines_.back() += " " + line;
+            } else {
                 lines_.push_back(line);
+            }
         }
     }
 
@@ -192,25 +194,22 @@ class Reader {
     void read_rows() {
         const std::string separator = form_ == Form::list ? "," : "/";
         std::vector<Template> firsts;
-        bool more = true;
-        while (more) {
+        do {
             firsts.push_back(read_part(separator + "|"));
-            more = line_[at_] == separator[0];
-            at_++;  // past the separator, "|" or the end of the line
-        }
+        } while (skip(separator));
 
-        std::vector<Template> columns(1);
-        while (at_ <= line_.size()) {
+        std::vector<Template> columns(1);  // columns[0] will be each of firsts in turn
+        while (skip("|")) {
             columns.push_back(read_part("|"));
-            at_++;
         }
         if (columns.size() != g_.rules[rule_].columns.size())
             fail("wrong number of columns");
 
         for (const Template& first : firsts) {
+            if (first.empty())
+                continue;  // what follows the comma at the end of a list's line
             columns[0] = first;
-            if (!first.empty())
-                add_alternative(1, columns);
+            add_alternative(1, columns);
         }
     }
 
@@ -231,7 +230,7 @@ class Reader {
             } else if (c == '{' || c == '(' || c == '[') {
                 const bool article = ends_in_article(literal);
                 if (article)
-                    literal.pop_back();
+                    literal.pop_back();  // the blank: the Writer adds " " or "n "
                 finish_literal();
                 t.push_back(read_symbol());
                 t.back().article = article;
@@ -319,11 +318,14 @@ class Reader {
         Symbol s = {.kind = Symbol::choose, .others = others};
         s.capital = std::isupper(static_cast<unsigned char>(name[0])) != 0;
         name[0] = to_lower(name[0]);
+
         s.variable = find(g_.variables, name);
-        const bool is_bound = s.variable >= 0;
-        if (is_bound && rule.empty())
+        const bool is_variable = s.variable >= 0;
+        s.rule = is_variable ? g_.variables[s.variable].rule : g_.rule(name);
+        // {name:rule} chooses the row of a variable; without a rule, that row is meant.
+        if (is_variable && rule.empty())
             s.kind = column.empty() ? Symbol::repeat : Symbol::recall;
-        s.rule = is_bound ? g_.variables[s.variable].rule : g_.rule(name);
+
         if (s.rule < 0)
             fail("no rule " + (rule.empty() ? name : rule));
         if (!rule.empty() && g_.rule(rule) != s.rule)
