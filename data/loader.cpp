@@ -113,15 +113,15 @@ bool has_only_bytes(const InputFile& shard) {
 
 }  // namespace
 
-int vocabulary_of(const std::string& pattern, bool encoded) {
-    if (encoded)
-        return kEndOfText + 1;
+int vocabulary_of(const std::string& pattern, bool has_tokenizer) {
+    if (has_tokenizer)
+        return kGpt2Vocab;
     for (const std::string& path : matching_files(pattern)) {
         const InputFile file(path);
         int32_t magic = 0;
         file.read(0, &magic, std::min<uint64_t>(sizeof magic, file.size));
         if (magic == kShardMagic && !has_only_bytes(file))
-            return kEndOfText + 1;
+            return kGpt2Vocab;
     }
     return kByteVocab;
 }
@@ -134,7 +134,7 @@ void Loader::check_end_of_text(const std::string& name) const {
         throw Error(
             format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; "
                    "give token shards",
-                   name.c_str(), kByteVocab, kEndOfText + 1, vocab_));
+                   name.c_str(), kByteVocab, kGpt2Vocab, vocab_));
 }
 
 Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenizer) {
@@ -142,7 +142,7 @@ Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenize
     const std::string text = file.read_all();
     check_is_text(text, file.path);
     is_text_ = true;
-    is_bpe_ = tokenizer.has_pairs_for(vocab_);
+    is_bpe_ = tokenizer.uses_bpe(vocab_);
     if (is_bpe_)
         check_utf8(text, file.path);
 
@@ -195,7 +195,7 @@ Loader::Loader(const Source& source, const LoaderOptions& options, const Tokeniz
       T_(options.T),
       seed_(options.seed),
       vocab_(options.vocab),
-      end_of_text_(options.vocab == kByteVocab ? kByteEndOfText : kEndOfText),
+      end_of_text_(end_of_text_id(options.vocab)),
       shuffle_(options.shuffle) {
     if (source.tokens) {
         check_end_of_text(source.name);
@@ -325,15 +325,16 @@ std::vector<uint16_t> Loader::read_tokens(const Shard& shard, uint64_t begin) {
 // The id in this vocabulary of a shard's token at this position. Shards always store <|endoftext|>
 // as 50256, so a byte vocabulary's own 256 is not a valid token there.
 int Loader::checked_id(uint16_t token, const Shard& shard, uint64_t position) const {
+    if (token == kEndOfText && end_of_text_ < vocab_)
+        return end_of_text_;
+
     const int limit = vocab_ == kByteVocab ? kByteEndOfText : vocab_;
-    const bool is_end = token == kEndOfText;
-    const bool valid = is_end ? end_of_text_ < vocab_ : token < limit;
-    if (!valid)
-        throw Error(
-            format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; "
-                   "train a model with a larger vocabulary on this data",
-                   shard.path.c_str(), kHeaderBytes + position * sizeof(uint16_t), limit, token));
-    return is_end ? end_of_text_ : token;
+    if (token < limit)
+        return token;
+    throw Error(
+        format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; "
+               "train a model with a larger vocabulary on this data",
+               shard.path.c_str(), kHeaderBytes + position * sizeof(uint16_t), limit, token));
 }
 
 void Loader::advance() {

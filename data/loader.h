@@ -31,14 +31,14 @@ struct Source {
     bool empty() const { return name.empty(); }
 };
 
-// The vocabulary that this data needs: single bytes, or GPT-2's. `encoded` says whether a tokenizer
-// will encode text. For shards this reads tokens until it finds one that is not a byte.
-int vocabulary_of(const std::string& pattern, bool encoded);
+// The size of the vocabulary that this data needs: of bytes, or GPT-2's, which is needed anyway if
+// there is a tokenizer. This reads a shard's tokens until it finds one that is not a byte.
+int vocabulary_of(const std::string& pattern, bool has_tokenizer);
 
 struct LoaderOptions {
     int B = 1;
     int T = 1;
-    int vocab = kEndOfText + 1;
+    int vocab = kGpt2Vocab;
     bool shuffle = false;
     uint64_t seed = 0;  // for the shuffle
 };
@@ -105,9 +105,10 @@ class Loader {
     std::string description_;
 
     LoaderState state_;
-    std::vector<size_t> order_;           // the shards in the order of this epoch
-    std::vector<uint64_t> first_window_;  // of shard order_[i]; the last entry is windows_
-    std::unique_ptr<InputFile> file_;     // the shard that was read last
+    std::vector<size_t> order_;  // the shards in the order of this epoch
+    // The number in this epoch of the first window of each shard of order_; at the end, windows_.
+    std::vector<uint64_t> first_window_;
+    std::unique_ptr<InputFile> file_;  // the shard that was read last
 
     void check_end_of_text(const std::string& name) const;
     Shard inspect(const std::string& path, bool only_file, const Tokenizer& tokenizer);

@@ -299,7 +299,7 @@ void Tokenizer::encode_word(const std::string& word, std::vector<int>& tokens) c
 
 std::vector<int> Tokenizer::encode(const std::string& text, int vocab,
                                    const std::string& name) const {
-    if (!has_pairs_for(vocab))
+    if (!uses_bpe(vocab))
         return encode_bytes(text);
     if (pieces_.size() > static_cast<size_t>(vocab))
         throw Error(format(
@@ -319,12 +319,11 @@ std::vector<int> Tokenizer::encode(const std::string& text, int vocab,
 
 std::vector<int> Tokenizer::encode_prompt(const std::string& text, int vocab,
                                           const std::string& name) const {
-    const int end_of_text = vocab == kByteVocab ? kByteEndOfText : kEndOfText;
     std::vector<int> tokens;
     bool is_first = true;
     for (const std::string& part : split(text, kEndOfTextPiece)) {
         if (!is_first)
-            tokens.push_back(end_of_text);
+            tokens.push_back(end_of_text_id(vocab));
         is_first = false;
         const std::vector<int> ordinary = encode(part, vocab, name);
         tokens.insert(tokens.end(), ordinary.begin(), ordinary.end());

@@ -14,7 +14,14 @@ struct InputFile;
 
 constexpr int kEndOfText = 50256;    // in GPT-2's vocabulary
 constexpr int kByteEndOfText = 256;  // in a vocabulary of bytes
-constexpr int kByteVocab = 257;
+constexpr int kGpt2Vocab = kEndOfText + 1;
+constexpr int kByteVocab = kByteEndOfText + 1;
+
+// The id of <|endoftext|> in a vocabulary of this size. A vocabulary that is neither of bytes nor
+// as large as GPT-2's has no token with this id.
+inline int end_of_text_id(int vocab) {
+    return vocab == kByteVocab ? kByteEndOfText : kEndOfText;
+}
 
 // A character of UTF-8 text. If the bytes are not valid UTF-8, `bytes` is 0 and `code` U+FFFD.
 struct Character {
@@ -50,7 +57,7 @@ class Tokenizer {
                                    const std::string& name) const;
 
     // Whether encode() uses byte pair encoding.
-    bool has_pairs_for(int vocab) const { return vocab > kEndOfText && !pieces_.empty(); }
+    bool uses_bpe(int vocab) const { return vocab >= kGpt2Vocab && !pieces_.empty(); }
 
   private:
     std::string path_;

@@ -68,10 +68,7 @@ std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<in
 
 // A model with V tokens can generate text if <|endoftext|> is one of them.
 inline bool can_generate(int V) {
-    return V == kByteVocab || V > kEndOfText;
-}
-inline int end_of_text(int V) {
-    return V == kByteVocab ? kByteEndOfText : kEndOfText;
+    return V == kByteVocab || V >= kGpt2Vocab;
 }
 
 // The tokens that a model with V tokens continues: <|endoftext|> and the prompt.
@@ -81,9 +78,9 @@ inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::str
         throw Error(
             format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at "
                    "least %d tokens",
-                   V, kByteVocab, kEndOfText + 1));
+                   V, kByteVocab, kGpt2Vocab));
     std::vector<int> context = tokenizer.encode_prompt(prompt, V, "--prompt");
-    context.insert(context.begin(), end_of_text(V));
+    context.insert(context.begin(), end_of_text_id(V));
     return context;
 }
 
@@ -98,7 +95,7 @@ std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> 
         const auto logits = logits_of_last(model, context, i > 0);
         note_progress();
         const int token = sample_token({logits.begin(), logits.end()}, s, uniform(seed, i));
-        if (token == end_of_text(model.config.V))
+        if (token == end_of_text_id(model.config.V))
             break;
         context.push_back(token);
 

@@ -10,7 +10,7 @@ int main(int argc, char** argv) {
             throw UsageError("give a tokenizer file and a text file");
 
         const std::string text = InputFile(argv[2]).read_all();
-        for (const int id : Tokenizer(argv[1]).encode(text, kEndOfText + 1, argv[2]))
+        for (const int id : Tokenizer(argv[1]).encode(text, kGpt2Vocab, argv[2]))
             std::printf("%d\n", id);
         return 0;
     });
