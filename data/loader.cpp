@@ -19,12 +19,14 @@ namespace {
 // One pass of a Feistel network: a permutation of the numbers of 2·half_bits bits. Whatever the
 // round function, each round can be undone by running it backwards.
 uint64_t feistel(uint64_t index, int half_bits, uint64_t key) {
+    constexpr uint64_t kRounds = 6;
+    constexpr int kRoundBits = 3;  // of a round's number
     const uint64_t mask = (uint64_t{1} << half_bits) - 1;
     uint64_t left = index >> half_bits;
     uint64_t right = index & mask;
-    for (uint64_t round = 0; round < 6; round++) {
-        const uint64_t function = mix(key ^ mix((right << 3) | round)) & mask;
-        const uint64_t next = left ^ function;
+    for (uint64_t round = 0; round < kRounds; round++) {
+        const uint64_t right_and_round = (right << kRoundBits) | round;
+        const uint64_t next = left ^ (mix(key ^ mix(right_and_round)) & mask);
         left = right;
         right = next;
     }
@@ -269,8 +271,8 @@ std::string Loader::left_out() const {
 // -------------------------------------------------------------------------------------------------
 // Reading batches
 
-// The key of a permutation of this epoch: of the windows of shard `index`, or of the shards if
-// `index` is their number.
+// The key of one of this epoch's permutations: of the windows of shard `index` or, if `index` is
+// the number of shards, of the shards themselves.
 uint64_t Loader::permutation_key(uint64_t index) const {
     return mix(mix(seed_ ^ mix(state_.epoch)) ^ index);
 }
