@@ -32,19 +32,19 @@ bool is_visible(int byte) {
 }
 
 // GPT-2 numbers the visible bytes first, then the rest.
-const ByteTokens kBytes = [] {
-    ByteTokens bytes;
+const ByteTokens kByteTokens = [] {
+    ByteTokens tokens;
     int token = 0;
     for (const bool visible : {true, false}) {
         for (int byte = 0; byte < 256; byte++) {
             if (is_visible(byte) != visible)
                 continue;
-            bytes.token_of[byte] = token;
-            bytes.byte_of[token] = byte;
+            tokens.token_of[byte] = token;
+            tokens.byte_of[token] = byte;
             token++;
         }
     }
-    return bytes;
+    return tokens;
 }();
 
 // -------------------------------------------------------------------------------------------------
@@ -107,13 +107,15 @@ size_t end_of_word(const std::string& text, size_t at) {
 
 Character character(const std::string& text, size_t at) {
     constexpr Character kInvalid = {.bytes = 0, .code = 0xFFFD};
-    // The first four bits tell the number of bytes; 0 if no character starts with them.
-    constexpr size_t kBytesOf[16] = {1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 3, 4};
-    // A character must be encoded in as few bytes as possible.
+    // By the first four bits: how many bytes a character has, 0 if none starts with them.
+    constexpr size_t kLengthOf[16] = {1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 3, 4};
+    // By the number of bytes: the smallest code that is not encoded in fewer, which UTF-8 demands.
     constexpr uint32_t kSmallestOf[5] = {0, 0, 0x80, 0x800, 0x10000};
 
     const unsigned char first = text[at];
-    const size_t bytes = kBytesOf[first >> 4];
+    const size_t bytes = kLengthOf[first >> 4];
+    // The first byte starts with as many ones as there are bytes (none if it is the only one), then
+    // a zero. A fifth one, which is invalid, stays in the code and makes it too large.
     uint32_t code = first & (0xFF >> bytes);
     for (size_t i = at + 1; i < at + bytes; i++) {
         const bool continues = i < text.size() && (text[i] & 0xC0) == 0x80;
@@ -147,7 +149,7 @@ std::vector<int> encode_bytes(const std::string& text) {
     std::vector<int> tokens;
     tokens.reserve(text.size());
     for (const char c : text) {
-        tokens.push_back(kBytes.token_of[static_cast<unsigned char>(c)]);
+        tokens.push_back(kByteTokens.token_of[static_cast<unsigned char>(c)]);
     }
     return tokens;
 }
@@ -217,7 +219,7 @@ std::string Tokenizer::decode(int token) const {
     if (token >= 0 && token < static_cast<int>(pieces_.size()))
         return pieces_[token];
     if (pieces_.empty() && token >= 0 && token < 256)
-        return std::string(1, static_cast<char>(kBytes.byte_of[token]));
+        return std::string(1, static_cast<char>(kByteTokens.byte_of[token]));
     if (pieces_.empty() && token == kEndOfText)
         return kEndOfTextPiece;
     return format("<%d>", token);
@@ -230,8 +232,8 @@ int Tokenizer::find_id(const std::string& piece) const {
 
 // Byte pair encoding: of all neighbouring parts of the word that together are a token, joins the
 // pair whose token has the lowest id, the leftmost if there are several, until there is none. (A
-// merge that was learnt earlier made a lower id, so ids are the ranks of GPT-2's merges.) Returns,
-// for each part that is left, at the index where it starts, where it ends.
+// merge that was learnt earlier made a lower id, so ids are the ranks of GPT-2's merges.) Returns
+// where the parts that are left end: element i is the end of the part that starts at byte i.
 std::vector<size_t> Tokenizer::merge_pairs(const std::string& word) const {
     struct Pair {
         int token;
@@ -240,7 +242,8 @@ std::vector<size_t> Tokenizer::merge_pairs(const std::string& word) const {
         auto operator<=>(const Pair&) const = default;  // by token, then from left to right
     };
     const size_t n = word.size();
-    // For each part, at the index where it starts: where the next part starts and the previous one.
+    // Of the part that starts at byte i, element i is where the next part and the previous one
+    // start. At first each byte is a part. next[n] is n + 1, where no part ends.
     std::vector<size_t> next(n + 1);
     std::vector<size_t> previous(n + 1);
     std::iota(next.begin(), next.end(), 1);
@@ -249,7 +252,7 @@ std::vector<size_t> Tokenizer::merge_pairs(const std::string& word) const {
     std::priority_queue<Pair, std::vector<Pair>, std::greater<>> pairs;
     const auto add_pair_at = [&](size_t begin) {
         if (next[begin] == n)
-            return;
+            return;  // the last part
         const size_t end = next[next[begin]];
         const int token = find_id(word.substr(begin, end - begin));
         if (token >= 0)
@@ -269,7 +272,7 @@ std::vector<size_t> Tokenizer::merge_pairs(const std::string& word) const {
 
         next[begin] = end;
         previous[end] = begin;
-        next[middle] = n;  // no part starts here any more, so pairs that did are outdated
+        next[middle] = n;  // no part starts here any more, and no pair ends at next[n]
         add_pair_at(begin);
         if (begin > 0)
             add_pair_at(previous[begin]);
