@@ -61,7 +61,8 @@ NcclComm::NcclComm(const Cuda& dev, int rank, int size, const std::string& id)
 
 NcclComm::NcclComm(NcclComm& all, int first, int count)
     : rank(all.rank - first), size(count), dev_(all.dev_) {
-    NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
+    // Ranks that give the same color get a communicator, in which the key orders them.
+    NCCL_CHECK(ncclCommSplit(all.comm_, /*color=*/first, /*key=*/rank, &comm_, nullptr));
     create_stream();
 }
 
@@ -162,8 +163,12 @@ void NcclComm::host_all_gather(void* all, size_t bytes) {
         CUDA_CHECK(cudaMemcpyAsync(staging_ + rank * n, host + rank * bytes + at, n,
                                    cudaMemcpyHostToDevice, stream_));
         all_gather_bytes(staging_, n);
-        CUDA_CHECK(cudaMemcpy2DAsync(host + at, bytes, staging_, n, n, size, cudaMemcpyDeviceToHost,
-                                     stream_));
+
+        // A row is what one rank has sent: n bytes, n apart in staging_, `bytes` apart in `all`.
+        const size_t width = n;
+        const size_t rows = size;
+        CUDA_CHECK(cudaMemcpy2DAsync(host + at, bytes, staging_, n, width, rows,
+                                     cudaMemcpyDeviceToHost, stream_));
     }
     CUDA_CHECK(cudaStreamSynchronize(stream_));
 }

@@ -4,6 +4,9 @@
 // job's name, its rank and its fields. When all have connected, rank 0 sends its answer and every
 // connection is closed. From then on nobody listens, so a running job cannot be joined, and no file
 // is involved that could be left over from another job.
+//
+// parallel/launch.cpp has the first two functions, which start ranks, and parallel/rendezvous.cpp
+// the others.
 #pragma once
 #include <string>
 #include <vector>

@@ -11,9 +11,11 @@
 
 #include "common/tensor_spec.h"
 
-// Whether every rank's share of a tensor with C channels is a whole number of 16-byte vectors.
+// Whether every rank's share of a tensor with C channels is a whole number of AdamW's groups of
+// elements, which are 16-byte vectors of fp32 (layers/adamw.cu).
 inline bool can_shard(int C, int ranks) {
-    return C % (4 * ranks) == 0;
+    constexpr int kGroup = 4;
+    return C % (kGroup * ranks) == 0;
 }
 
 // With --overlap the gradients of a matmul's weights are summed over the ranks as soon as backward
