@@ -37,10 +37,10 @@ bool is_set(const char* name) {
 // The number in an environment variable. Slurm's "4(x2),3" counts as 4.
 int number(const char* name, int low, int high) {
     const std::string text = variable(name);
-    int value = low - 1;
-    const char* end = std::from_chars(text.data(), text.data() + text.size(), value).ptr;
+    int value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     const bool ends_here = *end == '\0' || *end == '(' || *end == ',';
-    if (ends_here && value >= low && value <= high)
+    if (error == std::errc() && ends_here && value >= low && value <= high)
         return value;
     throw UsageError(format("environment: %s is \"%s\", not a number from %d to %d", name,
                             text.c_str(), low, high));
@@ -53,10 +53,10 @@ struct Launcher {
     const char* local_rank;
     const char* local_size;
     // Together these name the job: a name that all of its ranks share and, if several jobs can have
-    // the same name, what tells those apart (otherwise "").
+    // the same name, a number that tells those apart (otherwise "").
     const char* job;
-    const char* part_of_job;
-    // A single process without a `size` may have a `rank` too.
+    const char* job_number;
+    // Whether the launcher also sets `rank`, but not `size`, for a process that is the only one.
     bool rank_without_size = false;
 };
 
@@ -65,26 +65,26 @@ constexpr Launcher kTorchrun = {.rank = "RANK",
                                 .local_rank = "LOCAL_RANK",
                                 .local_size = "LOCAL_WORLD_SIZE",
                                 .job = "TORCHELASTIC_RUN_ID",
-                                .part_of_job = "TORCHELASTIC_RESTART_COUNT"};
+                                .job_number = "TORCHELASTIC_RESTART_COUNT"};
 constexpr Launcher kOpenMpi = {.rank = "OMPI_COMM_WORLD_RANK",
                                .size = "OMPI_COMM_WORLD_SIZE",
                                .local_rank = "OMPI_COMM_WORLD_LOCAL_RANK",
                                .local_size = "OMPI_COMM_WORLD_LOCAL_SIZE",
                                .job = "PMIX_NAMESPACE",
-                               .part_of_job = "OMPI_MCA_ess_base_jobid"};
+                               .job_number = "OMPI_MCA_ess_base_jobid"};
 // MPICH, Intel's MPI, and Slurm with --mpi=pmi2.
 constexpr Launcher kPmi = {.rank = "PMI_RANK",
                            .size = "PMI_SIZE",
                            .local_rank = "MPI_LOCALRANKID",
                            .local_size = "MPI_LOCALNRANKS",
                            .job = "PMI_JOBID",
-                           .part_of_job = ""};
+                           .job_number = ""};
 constexpr Launcher kSlurm = {.rank = "SLURM_PROCID",
                              .size = "SLURM_STEP_NUM_TASKS",
                              .local_rank = "SLURM_LOCALID",
                              .local_size = "SLURM_STEP_TASKS_PER_NODE",
                              .job = "SLURM_JOB_ID",
-                             .part_of_job = "SLURM_STEP_ID",
+                             .job_number = "SLURM_STEP_ID",
                              .rank_without_size = true};  // in a batch script
 
 // The launcher that started this process, or null.
@@ -99,7 +99,7 @@ const Launcher* find_launcher() {
 
 std::string job_name(const Launcher& launcher) {
     std::string job;
-    for (const char* name : {"GPT2_JOB", launcher.job, launcher.part_of_job}) {
+    for (const char* name : {"GPT2_JOB", launcher.job, launcher.job_number}) {
         if (!is_set(name))
             continue;
         if (!job.empty())
@@ -281,16 +281,19 @@ int wait_for_ranks(Processes running, const sigset_t& signals) {
             time_is_up = true;
             deadline = INFINITY;
         }
+        // The ranks get every signal but SIGCHLD, which is for us. When their time is up, and at
+        // any signal after that, they are killed.
         if (signal != SIGCHLD) {
+            const int sent = time_is_up ? SIGKILL : signal;
             for (const auto& [pid, rank] : running)
-                kill(pid, time_is_up ? SIGKILL : signal);
+                kill(pid, sent);
         }
 
         for (const Ended& process : reap()) {
-            const auto ended = running.extract(process.pid);
-            if (ended.empty() || time_is_up || !decides_exit_code(process, code))
+            const auto entry = running.extract(process.pid);
+            if (entry.empty() || time_is_up || !decides_exit_code(process, code))
                 continue;
-            print_failure(ended.mapped(), process);
+            print_failure(entry.mapped(), process);
             if (code == 0)
                 deadline = now() + kSecondsToExit;
             code = process.code;
@@ -315,5 +318,6 @@ int launch_ranks(int count, char** argv) {
     // If we had inherited SIG_IGN, children would vanish without a status.
     std::signal(SIGCHLD, SIG_DFL);
 
-    return wait_for_ranks(start_ranks(count, previous_mask, argv), signals);
+    const Processes running = start_ranks(count, previous_mask, argv);
+    return wait_for_ranks(running, signals);
 }
