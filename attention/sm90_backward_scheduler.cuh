@@ -5,37 +5,37 @@
 // those keys. It owns their dK and dV; of each query tile's dQ it computes one part.
 //
 // dQ in a fixed order. The parts of a query tile's dQ are added one key tile after the other, in an
-// order that depends on the shape alone. A semaphore per query tile counts how many have been
-// added, and each key tile waits until the count says that it is next. The first writes the sum in
-// global memory, the others add to it, and the last fetches it, adds its own part in registers and
-// writes dQ.
+// order that depends on the shape alone. A semaphore counts how many have been added, and each key
+// tile waits until the count says that it is next. The first writes the sum in global memory, the
+// others add to it, and the last fetches it, adds its own part in registers and writes dQ. Each of
+// a block's two consumers does so for its half of dQ, and each half has a sum and a semaphore.
 //
 // Two directions. Take a causal head of four key tiles, k0 to k3, and four query tiles, q0 to q3.
 // Query tile q2 sees k0, k1 and k2, so three parts make up its dQ. Rows are work tiles in the order
-// of their tickets, and time runs to the right. Down a diagonal or a column, one can follow a query
-// tile from the key tile that adds first to the one that adds last:
+// of their tickets, and t is the time, in query tiles. Down a diagonal, one can follow a query tile
+// from the key tile that adds first to the one that adds last:
 //
 //   forwards, from the diagonal on            backwards, to the diagonal
 //   k3 first, dQ's sum ends with k0           k0 first, dQ's sum begins with k0
 //
-//   ticket   1    2    3    4                 ticket   1    2    3    4
-//   0   k3   q3                               0   k0   q3   q2   q1   q0
-//   1   k2   q2   q3                          1   k1        q3   q2   q1
-//   2   k1   q1   q2   q3                     2   k2             q3   q2
-//   3   k0   q0   q1   q2   q3                3   k3                  q3
+//   ticket  keys  t=1  t=2  t=3  t=4          ticket  keys  t=1  t=2  t=3  t=4
+//   0       k3    q3                          0       k0    q3   q2   q1   q0
+//   1       k2    q2   q3                     1       k1         q3   q2   q1
+//   2       k1    q1   q2   q3                2       k2              q3   q2
+//   3       k0    q0   q1   q2   q3           3       k3                   q3
 //
-// On the left q3 is with k3, k2, k1 and k0 at times 1, 2, 3 and 4. Everybody can start at once, as
-// each is one query tile behind whoever adds before it, and nobody waits. But the longest work tile
-// has the last ticket, so that at the end of the kernel most SMs would be idle. On the right q3 is
-// with k0, k1, k2 and k3 at those times. Here each has to start one query tile later than the one
-// before it; they all finish together, and the shortest comes last.
+// On the left q3 is with k3, k2, k1 and k0 at times 1, 2, 3 and 4. All work tiles can start at
+// once, as each is one query tile behind the one that adds before it, and none waits. But the
+// longest work tile has the last ticket, so that at the end of the kernel most SMs would be idle.
+// On the right q3 is with k0, k1, k2 and k3 at those times. Here each work tile has to start one
+// query tile later than the one before it; they all finish together, and the shortest comes last.
 //
 // So all heads walk forwards, except in the group of heads that runs last, which walks backwards. A
 // group is as many heads as fit into L2 and are worked on together. Groups run from the last heads
 // to the first, so the group that runs last is heads 0 to group − 1. If a sequence is so long that
-// a group is a single head, every second or third head walks backwards. Its tiles start one after
-// another while those of the head before it finish one after another, so each fits behind the
-// other.
+// a group is a single head, every second or third head walks backwards. Its work tiles start one
+// after another, while those of the head before it finish one after another, so each fits behind
+// one of those.
 //
 // No deadlock. A block waits only for work tiles with lower tickets than its own, and blocks that
 // are running have taken those. (The last query tile of a work tile also waits for the next work
@@ -90,8 +90,8 @@ struct BackwardTileScheduler {
     int group;      // heads that are worked on together
     int period;     // if group is 1: every period-th head walks backwards
     int sum_heads;  // how many heads have room for their sums of dQ at once
-    // Room for how many query tiles' sums: sum_heads·q_tiles or more, because a call with fewer
-    // queries must not need more scratch.
+    // For how many query tiles' sums scratch has room. These are sum_heads·q_tiles, or more where a
+    // call with fewer queries would otherwise need more scratch.
     size_t sums;
 
     explicit BackwardTileScheduler(const AttentionShape& s)
@@ -108,8 +108,8 @@ struct BackwardTileScheduler {
         group = std::clamp(group_tiles / q_tiles, 1, most_heads);
         period = NH % 3 == 0 ? 3 : 2;
 
-        // Room for 3 groups. If a group is a single large head, room for 3 would make the 4th wait,
-        // because last key tiles are slow.
+        // Room for 3 groups, but for 6 heads if a group is a single large one. With room for 3 the
+        // 4th would wait, because a head's last key tiles are slow.
         sum_heads = std::min(heads, std::max(6, 3 * group));
         sums = std::min<size_t>(std::min(heads, 3 * most_heads) * size_t(q_tiles),
                                 std::max(3 * group_tiles, 6 * q_tiles));
@@ -152,10 +152,13 @@ struct BackwardTileScheduler {
         return {.number = forwards ? last_k_tile - tile.k_tile : tile.k_tile, .last = last_k_tile};
     }
 
-    // The numbers of the sum and the semaphore of a head's query tile 0, for each of two
-    // warpgroups. Those of query tile i are 2i further on.
+    // The sums of a head's query tiles follow one another, two for each, and so do the semaphores.
+    // These are the indices of query tile 0's for consumer wg, 0 or 1. Query tile i's are 2·i
+    // higher.
     __device__ __forceinline__ int sum_index(int bh, int wg) const {
         return (bh % sum_heads) * q_tiles * 2 + wg;
     }
-    __host__ __device__ int semaphore_index(int bh, int wg) const { return bh * q_tiles * 2 + wg; }
+    __device__ __forceinline__ int semaphore_index(int bh, int wg) const {
+        return bh * q_tiles * 2 + wg;
+    }
 };
