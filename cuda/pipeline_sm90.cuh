@@ -76,6 +76,7 @@ struct FullBarriers : PipelineBarriers<Stages> {
 
 template <int Stages>
 struct EmptyBarriers : PipelineBarriers<Stages> {
+    // Waits for the phase of the round before this use's.
     __device__ __forceinline__ void wait(PipelineState<Stages> s) const {
         mbarrier_wait(this->address(s), s.phase ^ 1);
     }
