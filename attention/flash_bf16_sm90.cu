@@ -16,8 +16,8 @@
 // be overwritten.
 //
 // Any m gives the same out and lse as long as nothing overflows. The maximum of the first tile (the
-// diagonal one) is nearly always good enough for the whole row. P and l may grow to 2^60 before
-// their sums tell a warp that it needs a new m. It then computes S of that tile again, by itself,
+// diagonal one) is nearly always good enough for the whole row. Only if what a lane adds to l for a
+// tile exceeds 2^60 does its warp need a new m. It then computes S of that tile again, by itself,
 // and takes a step of the textbook's online softmax. So 64 maxima, 4 shuffles and the rescaling of
 // O are gone from the loop.
 //
@@ -39,7 +39,7 @@
 // mbarriers by which they wait for each other.
 //
 // Writes: out (bf16 or fp32), lse (every element).  Backward: flash_bf16_sm90_backward.cu.
-// Limits: HS in {64, 128}, any T ≥ 1, scale > 0, compute capability 9.0 alone.
+// Limits: HS in {64, 128}, any Tq and Tk, scale > 0, compute capability 9.0 alone.
 // Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
 #include <atomic>
@@ -105,7 +105,7 @@ struct ForwardWorkTile {
 // assignment does: the tiles' lengths differ, and so do SMs. Tickets 0 to gridDim.x − 1 are the
 // blocks' first. Each launch has a counter for the others, because launches may run at once. With
 // each work tile a block takes one more ticket, so the counter ends at work_tiles. Whoever takes
-// the last ticket sets it back to 0 for a later launch.
+// the last ticket sets it back to 0 for the launch kCounters later, which must not start before.
 constexpr int kCounters = 1024;
 __device__ int next_ticket[kCounters];
 std::atomic<unsigned> launches;
@@ -136,7 +136,7 @@ __device__ __forceinline__ ForwardWorkTile work_tile(const ForwardArgs& args, in
 }
 
 // -------------------------------------------------------------------------------------------------
-// A block's shared memory: 200 KB, 224 KB
+// A block's shared memory: 200 KB at HS 64, 224 KB at HS 128, and the barriers
 
 // Tiles are panels of 64 columns, one after the other, in TMA's 128-byte swizzle, for which each is
 // aligned to 1024 bytes.
@@ -195,7 +195,7 @@ struct SharedMemory {
 
 // -------------------------------------------------------------------------------------------------
 // The producer: one thread. Fetches work tiles until none are left, and has the TMA unit copy what
-// each needs.
+// each needs. Here and in the consumers, i counts the block's work tiles, so it is the use of Q.
 //   work tile i: wait for room · work_tile(i), Q(i) of each warpgroup · K, V of the last tile of
 //   keys · K, V of the one before it · … · K, V of tile 0
 
@@ -272,12 +272,12 @@ struct Consumer {
     PipelineState<Tiles::Stages> kv;  // the tile of keys whose S comes next, or is at hand
     int first_q;                      // the warpgroup's first query
     uint32_t q;                       // the address of its tile of Q
-    float s[Bc / 8][4];               // S, then P
+    float s[Bc / 8][4];               // S before it is scaled, then P
     float o[HS / 8][4];
     uint32_t p_regs[Bc / 16][4];  // P as A operand
     float l[2];                   // this lane's columns only, summed at the end
-    float m[2];
-    float alpha[2];      // e^{old m − m}, from softmax
+    float m[2];                   // of S before it is scaled
+    float alpha[2];               // e^{scale·(old m − m)}, from softmax
     float l_tile[1][4];  // the tile's part of l: two sums a row, shaped for wgmma_fence_operand
 
     __device__ __forceinline__ Consumer(const ForwardArgs& args, SharedMemory<HS>& shared, int wg)
@@ -289,7 +289,8 @@ struct Consumer {
             mbarrier_arrive(barrier);
     }
 
-    // Starts S = Q Kᵀ for the tile's first keys, as many as s has columns.
+    // Starts S = Q Kᵀ for the tile's first keys, as many as s has columns. Here and below, the
+    // parameter s is the member or, in a first step with half a tile, attend()'s `half`.
     template <int N>
     __device__ __forceinline__ void start_s(float (&s)[N][4]) {
         const uint64_t q_tile = wgmma_descriptor(q);
@@ -308,7 +309,7 @@ struct Consumer {
             for (float& x : s_n)
                 x = 0.f;
 
-        // The address in a panel of a row's 16-byte piece.
+        // Where a row's 16-byte piece is in a panel, in bytes.
         auto swizzled = [](int row, int piece) {
             return row * kRowBytes + ((piece ^ (row & 7)) << 4);
         };
@@ -343,7 +344,7 @@ struct Consumer {
             wgmma_rs<true>(o, p_regs[kk], wgmma_row_step(v_tile, kk), true);
             interleaved(kk);
         }
-        wgmma_fence();
+        wgmma_fence();  // without it, ptxas inserts one and says so (C7519)
         wgmma_commit();
     }
 
@@ -453,9 +454,10 @@ struct Consumer {
         finish_step(previous);
     }
 
-    // The same for a tile that some query does not see whole: all of O += P V is started before the
-    // softmax, which is the textbook's. It may multiply all 128 previous keys, because pack() has
-    // set the rest of P to 0.
+    // The same for a tile that some query does not see whole, though it is not the first. There is
+    // one at most, and only where shift is not a multiple of 64. All of O += P V is started before
+    // the softmax, which is the textbook's. If the first tile was half a tile, this multiplies all
+    // 128 keys of it too, because pack() has set the rest of P to 0.
     __device__ __forceinline__ void masked_step(int j) {
         const PipelineState<Tiles::Stages> previous = kv;
         ++kv;
@@ -610,7 +612,8 @@ struct Consumer {
     }
     __device__ __forceinline__ void store_out_swizzled() const {
         const int lane = threadIdx.x % 32;
-        const uint32_t row = smem_address(&shared.out[wg]) + (16 * warp + lane % 16) * kRowBytes;
+        const int row = 16 * warp + lane % 16;
+        const uint32_t row_address = smem_address(&shared.out[wg]) + row * kRowBytes;
         for (int n = 0; n < HS / 8; n += 2) {
             // The 16×16 block by quadrants: left r = 0, left r = 1, right r = 0, right r = 1.
             uint32_t packed[4];
@@ -619,7 +622,7 @@ struct Consumer {
                     packed[2 * right + r] = pack_bf16(o[n + right][2 * r], o[n + right][2 * r + 1]);
             const int panel = n / 8;
             const int piece = (n % 8 + lane / 16) ^ (lane % 8);  // of 16 bytes
-            stmatrix_x4(row + panel * 64 * kRowBytes + (piece << 4), packed);
+            stmatrix_x4(row_address + panel * 64 * kRowBytes + (piece << 4), packed);
         }
     }
 };
