@@ -38,7 +38,7 @@
 // Writes: dq, dk, dv (every element, in bf16 or fp32).
 // Scratch: log2(e)·lse, D, dQ's sum in fp32, dQ's semaphores and the ticket. The kernels write all
 // of it before they read it.
-// Limits: HS in {64, 128}, any T ≥ 1, scale > 0.
+// Limits: HS in {64, 128}, any Tq and Tk, scale > 0, compute capability 9.0 alone.
 // Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <climits>
 #include <cmath>
@@ -110,7 +110,7 @@ struct BackwardArgs {
     int* ticket;  // of the next work tile
 
     // The sum of a consumer's half of query tile i's dQ, and its semaphore. first_sum and
-    // first_semaphore are the numbers of query tile 0's, by the scheduler.
+    // first_semaphore are the scheduler's sum_index and semaphore_index.
     __device__ float* sum(int first_sum, int i) const {
         return dq_sum + (first_sum + kConsumers * i) * size_t{Tiles::kDqHalf};
     }
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(1024)
     const bf16* const out_row = out.ptr + b * out.batch_stride + token * out.token_stride + column;
     float D =
         dot8(*reinterpret_cast<const uint4*>(dout_row), *reinterpret_cast<const uint4*>(out_row));
-    for (int lanes = 1; lanes < Lanes; lanes *= 2)
-        D += __shfl_xor_sync(~0u, D, lanes);
+    for (int distance = 1; distance < Lanes; distance *= 2)
+        D += __shfl_xor_sync(~0u, D, distance);
     if (lane > 0)
         return;
 
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(1024)
 }
 
 // -------------------------------------------------------------------------------------------------
-// A block's shared memory
+// A block's shared memory: 210 KB at HS 64, 225 KB at HS 128, and the barriers
 
 // Tiles of bf16 and fp32 are panels whose rows have 128 bytes, one after the other, in TMA's
 // 128-byte swizzle, for which each tile is aligned to 1024 bytes.
@@ -283,12 +283,14 @@ struct Loader {
     SharedMemory<HS, Y>& shared;
     int w = 0;
     int n = 0;
-    int bh, b, h;  // the work tile's head
+    int bh;  // the work tile's head
+    int b;
+    int h;
 
     __device__ __forceinline__ void run() {
         for (;; w++) {
-            // Not before the loads of the work tile before it, or the longest could pile up on one
-            // block.
+            // Taken only when all loads of the block's previous work tile have started. If blocks
+            // took tickets earlier, one block could end up with several of the longest.
             const BackwardWorkTile tile = args.scheduler.work_tile(atomicAdd(args.ticket, 1));
             shared.k_empty.wait(w);
             volatile BackwardWorkTile& to = shared.work_tile[w];
@@ -383,15 +385,17 @@ struct Sender {
         }
     }
 
-    // Until the parts before this one have been added. The first part needs the place of its sum,
-    // where the sum of head bh + sum_heads was, if there is such a head. It is free when that
-    // head's last part has been counted. (It has as many parts, because they depend on i alone.)
+    // Waits until the parts before this one have been added. The first part needs a place for the
+    // sum instead. If there is a head bh + sum_heads, which has earlier tickets, its sum was there,
+    // and the place is free when that head's last part has been counted. It has as many parts as
+    // this head, because their number depends on i alone. `added` is 0 then, as it counts this
+    // head's parts.
     __device__ __forceinline__ void wait_for_semaphore(DqPart part, int bh, int first_semaphore,
                                                        int i, int added) const {
         const auto& scheduler = args.scheduler;
         const bool inherits = part.is_first() && bh + scheduler.sum_heads < scheduler.heads;
         const int wanted = inherits ? part.last + 1 : part.number;
-        // Query tiles from this head to that one, whose semaphores follow in the same way.
+        // In query tiles, because the semaphores of all heads follow one another.
         const int to_other_head = inherits ? scheduler.sum_heads * scheduler.q_tiles : 0;
         const int* const semaphore = args.dq_semaphore(first_semaphore, i + to_other_head);
         while (added < wanted)
@@ -406,9 +410,11 @@ struct Sender {
             const int h = bh % args.scheduler.NH;
             const int d0 = HS == 128 ? 64 * wg : 0;
             const int t0 = i * Tiles::Br + (HS == 64 ? 64 * wg : 0);
-            constexpr int kPanel = kRowBytes / sizeof(Y);  // columns
-            for (int d = 0; d < 64; d += kPanel)
-                tma_store_4d(&args.dq, dq_smem + d / kPanel * 64 * kRowBytes, d0 + d, h, t0, b);
+            constexpr int kPanelColumns = kRowBytes / sizeof(Y);
+            for (int d = 0; d < 64; d += kPanelColumns) {
+                const int panel = d / kPanelColumns * 64 * kRowBytes;  // bytes
+                tma_store_4d(&args.dq, dq_smem + panel, d0 + d, h, t0, b);
+            }
         } else if (part.is_first()) {
             bulk_store(args.sum(first_sum, i), dq_smem, kBytes);
         } else {
@@ -431,16 +437,16 @@ __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
 
         const int b = tile.bh / args.scheduler.NH;
         const int h = tile.bh % args.scheduler.NH;
-        const int t = tile.k_tile * Tiles::Bc;
+        const int k0 = tile.k_tile * Tiles::Bc;
         shared.dkv_full.wait(w);
         if constexpr (SharedMemory<HS, Y>::kDkvFits) {
             const uint32_t dk = smem_address(shared.dk(w));
             const uint32_t dv = smem_address(shared.dv());
-            constexpr int kPanel = kRowBytes / sizeof(Y);  // columns
-            for (int d = 0; d < HS; d += kPanel) {
-                const int panel = d / kPanel * Tiles::Bc * kRowBytes;
-                tma_store_4d(&args.dk, dk + panel, d, h, t, b);
-                tma_store_4d(&args.dv, dv + panel, d, h, t, b);
+            constexpr int kPanelColumns = kRowBytes / sizeof(Y);
+            for (int d = 0; d < HS; d += kPanelColumns) {
+                const int panel = d / kPanelColumns * Tiles::Bc * kRowBytes;  // bytes
+                tma_store_4d(&args.dk, dk + panel, d, h, k0, b);
+                tma_store_4d(&args.dv, dv + panel, d, h, k0, b);
             }
         }
         bulk_commit();
@@ -453,18 +459,20 @@ __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
 // -------------------------------------------------------------------------------------------------
 // What a consumer is made of
 
-// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile. Row r has its
-// 16-byte piece c at c ^ (r % 8), so an xor with 32·k goes to column 16·k of the panel.
+// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile. Row r of a
+// panel has its i-th 16 bytes in place i ^ (r % 8). So the address of the block i·8 columns further
+// on in the panel is this one ^ (16·i), as tiles are aligned to 1024 bytes.
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int lane) {
     const int piece = (lane / 16) ^ (lane % 8);
     return tile + (row + lane % 16) * kRowBytes + (piece << 4);
 }
 
-// Puts factor·c into shared memory as Y: rows [row, row + 16) of a tile whose panels have `rows`
-// rows. In fp32 a fragment's row is two 16-byte pieces, and a piece is two lanes' pairs.
+// Puts factor·c into shared memory as Y: rows [row, row + 16) of a tile whose panels have
+// `panel_rows` rows. In fp32 a fragment's row is two 16-byte pieces, and a piece is two lanes'
+// pairs.
 template <class Y, int N>
 __device__ __forceinline__ void store_tile_swizzled(const float (&c)[N][4], float factor,
-                                                    void* tile, int row, int rows) {
+                                                    void* tile, int row, int panel_rows) {
     const uint32_t block = block16(smem_address(tile), row, lane_id());
     unsigned char* const mine =
         static_cast<unsigned char*>(tile) + (row + lane_id() / 4) * kRowBytes + lane_id() % 2 * 8;
@@ -478,15 +486,15 @@ __device__ __forceinline__ void store_tile_swizzled(const float (&c)[N][4], floa
                     packed[2 * right + r] = pack_bf16(x, y);
                 } else {
                     const int piece = 2 * ((n + right) % 4) + lane_id() % 4 / 2;
-                    const int swizzled = piece ^ (lane_id() / 4);  // row % 8 is lane / 4
-                    const int panel_row = n / 4 * rows + 8 * r;
-                    *reinterpret_cast<float2*>(mine + panel_row * kRowBytes + swizzled * 16) =
+                    const int swizzled = piece ^ (lane_id() / 4);         // row % 8 is lane / 4
+                    const int rows_further = n / 4 * panel_rows + 8 * r;  // whole panels, and r
+                    *reinterpret_cast<float2*>(mine + rows_further * kRowBytes + swizzled * 16) =
                         make_float2(x, y);
                 }
             }
         if constexpr (std::is_same_v<Y, bf16>) {
             const uint32_t column = (n % 8) << 4;  // bytes in the panel
-            const uint32_t panel = n / 8 * rows * kRowBytes;
+            const uint32_t panel = n / 8 * panel_rows * kRowBytes;
             stmatrix_x4((block ^ column) + panel, packed);
         }
     }
@@ -505,27 +513,28 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
     }
 }
 
-// Starts d = A Bᵀ over the head size, for Sᵀ and dPᵀ. a and b describe rows of keys and of queries.
+// Starts s = A Bᵀ over the head size, for Sᵀ and dPᵀ. A is rows of a key tile, B is a query tile,
+// and both are given by their descriptors.
 template <int HS>
-__device__ __forceinline__ void start_abt(float (&d)[BackwardTiles<HS>::Br / 8][4], uint64_t a,
-                                          uint64_t b) {
+__device__ __forceinline__ void start_abt(float (&s)[BackwardTiles<HS>::Br / 8][4], uint64_t a_rows,
+                                          uint64_t b_tile) {
     wgmma_fence();
-    wgmma_ss_set(d, a, b);
+    wgmma_ss_set(s, a_rows, b_tile);
     for (int kk = 1; kk < HS / 16; kk++)
-        wgmma_ss(d, wgmma_column_step<BackwardTiles<HS>::Bc>(a, kk),
-                 wgmma_column_step<BackwardTiles<HS>::Br>(b, kk), true);
+        wgmma_ss(s, wgmma_column_step<BackwardTiles<HS>::Bc>(a_rows, kk),
+                 wgmma_column_step<BackwardTiles<HS>::Br>(b_tile, kk), true);
     wgmma_commit();
 }
-// Starts d += A B over the queries, for dV and dK. B is a tile of dO or Q in shared memory.
+// Starts c += A B over the queries, for dV and dK. B is a tile of dO or Q, given by its address.
 template <int HS>
-__device__ __forceinline__ void start_add_ab(float (&d)[HS / 8][4],
-                                             const uint32_t (&a)[BackwardTiles<HS>::Br / 16][4],
-                                             uint32_t b) {
-    const uint64_t transposed = wgmma_descriptor(b, BackwardTiles<HS>::Br * kRowBytes);
-    wgmma_fence_operand(d);
+__device__ __forceinline__ void start_add_ab(
+    float (&c)[HS / 8][4], const uint32_t (&a_regs)[BackwardTiles<HS>::Br / 16][4],
+    uint32_t b_address) {
+    const uint64_t b_transposed = wgmma_descriptor(b_address, BackwardTiles<HS>::Br * kRowBytes);
+    wgmma_fence_operand(c);
     wgmma_fence();
     for (int kk = 0; kk < BackwardTiles<HS>::Br / 16; kk++)
-        wgmma_rs<true>(d, a[kk], wgmma_row_step(transposed, kk), true);
+        wgmma_rs<true>(c, a_regs[kk], wgmma_row_step(b_transposed, kk), true);
     wgmma_commit();
 }
 
@@ -551,8 +560,8 @@ struct Turns {
 // -------------------------------------------------------------------------------------------------
 // A consumer: the registers of a warpgroup, and what it does with them. The rows of accumulators
 // are keys, but those of dQ are queries. Of its warp's 16 rows a thread has lane/4 and lane/4 + 8,
-// here r = 0 and 1. Fragment c of S or dP has columns, which are queries, 8c … 8c + 7, of which a
-// lane has two (fragments.cuh).
+// here r = 0 and 1. Fragment f of Sᵀ or dPᵀ has columns 8f … 8f + 7, which are queries, and a lane
+// has two of them (fragments.cuh). n is taken: it counts query tiles.
 
 template <int HS, class Y>
 struct Consumer {
@@ -572,15 +581,15 @@ struct Consumer {
     int n = 0;
     QueryWalk walk;  // over its query tiles; the n-th is walk.i
     int s_w = 0;
-    BackwardWorkTile s_tile;  // the s_w-th, whose S comes next: `tile` or the one after it
+    BackwardWorkTile s_work_tile;  // the s_w-th, whose S comes next: `tile` or the one after it
 
-    float s[Br / 8][4];       // Sᵀ, then Pᵀ
+    float s[Br / 8][4];       // Sᵀ before it is scaled, then Pᵀ
     float dp[Br / 8][4];      // dPᵀ
     uint32_t p[Br / 16][4];   // Pᵀ as A operand
     uint32_t ds[Br / 16][4];  // dSᵀ as A operand
     float dv[HS / 8][4];
-    float dk[HS / 8][4];
-    float dq[8][4];  // this consumer's half of dQ
+    float dk[HS / 8][4];  // not scaled before it is stored, like dq
+    float dq[8][4];       // this consumer's half of dQ
 
     // The shuffle tells the compiler that `warp` is uniform.
     __device__ __forceinline__ Consumer(const BackwardArgs<HS, Y>& args,
@@ -593,12 +602,13 @@ struct Consumer {
           turns{wg} {}
 
     __device__ __forceinline__ void run() {
-        wait_for_s_tile();
+        wait_for_s_work_tile();
         start_s(n);
         wgmma_wait<0>(s);
         if (wg == 1)
             turns.pass_on();  // consumer 0 begins
-        for (; s_tile.k_tile >= 0; w++)
+        // Each moves s_work_tile on to the next, because it starts that one's first S.
+        for (; s_work_tile.k_tile >= 0; w++)
             process_work_tile();
     }
 
@@ -608,7 +618,7 @@ struct Consumer {
     // At HS 128, with half as many exponentials, the other's turn comes after dK instead. In the
     // last query tile S(n+1) is the next work tile's first.
     __device__ __forceinline__ void process_work_tile() {
-        tile = s_tile;
+        tile = s_work_tile;
         walk = args.scheduler.query_walk(tile);
         clear(dk);
         clear(dv);
@@ -619,7 +629,7 @@ struct Consumer {
         do {
             start_dp();
             if (n - 1 > first)
-                signal_dq(n - 2);  // its stores, in the last iteration, are done by now
+                signal_dq(n - 2);  // stored in the iteration before, so its stores are done by now
 
             turns.wait_for_mine();
             mask();
@@ -648,10 +658,10 @@ struct Consumer {
                 turns.pass_on();
             if (n > first)
                 start_dq(n - 1);  // dS(n) of the other consumer may still be on its way
-            wgmma_fence();
-            wgmma_commit();  // dQ(n − 1), or an empty group
+            wgmma_fence();        // without it, ptxas inserts one and says so (C7519)
+            wgmma_commit();       // dQ(n − 1), or an empty group
             if (walk.left == 1)
-                next_s_tile();
+                next_s_work_tile();
             start_s(n + 1);
 
             wgmma_wait<1>(dk, dq);  // S(n+1) runs on
@@ -662,7 +672,7 @@ struct Consumer {
                 store_dq(n - 1, walk.previous());
             }
             // If S were in flight at the loop's end, the compiler would serialize all products
-            // (C7514).
+            // (ptxas says so, C7514).
             wgmma_wait<0>(s);
             n++;
             ++walk;
@@ -681,21 +691,24 @@ struct Consumer {
         signal_dq(n - 1);
     }
 
-    __device__ __forceinline__ void next_s_tile() {
+    __device__ __forceinline__ void next_s_work_tile() {
         s_w++;
-        wait_for_s_tile();
+        wait_for_s_work_tile();
     }
-    __device__ __forceinline__ void wait_for_s_tile() {
-        s_tile = shared.wait_for_work_tile(s_w);
-        s_tile = {.k_tile = __shfl_sync(~0u, s_tile.k_tile, 0),  // uniform
-                  .bh = __shfl_sync(~0u, s_tile.bh, 0)};
+    __device__ __forceinline__ void wait_for_s_work_tile() {
+        s_work_tile = shared.wait_for_work_tile(s_w);
+        s_work_tile = {.k_tile = __shfl_sync(~0u, s_work_tile.k_tile, 0),  // uniform
+                       .bh = __shfl_sync(~0u, s_work_tile.bh, 0)};
     }
+
+    // Where a function below has a parameter n, that is the query tile it works on, which may be
+    // the next or the previous one. The others work on query tile n, the member.
 
     // Starts Sᵀ of query tile n. After the last work tile it multiplies whatever is there, and
     // nobody reads the result. If the product depended on a condition, the compiler would clear s
-    // where that does not hold, or serialize all products (C7512).
+    // where that does not hold, or serialize all products (ptxas says so, C7512).
     __device__ __forceinline__ void start_s(int n) {
-        if (s_tile.k_tile >= 0)
+        if (s_work_tile.k_tile >= 0)
             shared.q_full.wait(n);
         start_abt<HS>(s, wgmma_descriptor(shared.k.address(s_w) + 64 * wg * kRowBytes),
                       wgmma_descriptor(shared.q.address(n)));
@@ -707,7 +720,8 @@ struct Consumer {
     // Starts this consumer's half of query tile n's dQ, and leaves the commit to the caller.
     __device__ __forceinline__ void start_dq(int n) {
         shared.ds_full.wait(n);
-        // Half of the queries is a panel of dS, half of the columns is a panel of K.
+        // At HS 64 a half is half of the queries, which is a panel of dS. At HS 128 it is half of
+        // the columns, which is a panel of K.
         const uint32_t ds_half = shared.ds.address(n) + (HS == 64 ? wg : 0) * Bc * kRowBytes;
         const uint32_t k_half = shared.k.address(w) + (HS == 128 ? wg : 0) * Bc * kRowBytes;
         const uint64_t ds_transposed = wgmma_descriptor(ds_half);
@@ -733,41 +747,49 @@ struct Consumer {
             const int key = k0 + row + 8 * r + lane / 4;
             // How many columns come before those that see the key, counted from this lane's first.
             const int hidden = (key < Tk ? key - shift - q0 : Br) - lane % 4 * 2;
-            for (int c = 0; c < Br / 8; c++)
+            for (int f = 0; f < Br / 8; f++)
                 for (int e = 0; e < 2; e++)
-                    if (8 * c + e < hidden)
-                        s[c][2 * r + e] = -INFINITY;
+                    if (8 * f + e < hidden)
+                        s[f][2 * r + e] = -INFINITY;
         }
     }
 
-    // Of a statistic of the queries, those of this lane's two columns of fragment c.
-    static __device__ __forceinline__ float2 of_columns(const float (&stat)[Br], int c) {
-        return reinterpret_cast<const float2*>(stat)[4 * c + threadIdx.x % 4];
+    // A statistic (lse or D) of the queries of this lane's two columns of fragment f.
+    static __device__ __forceinline__ float2 of_columns(const float (&stat)[Br], int f) {
+        return reinterpret_cast<const float2*>(stat)[4 * f + threadIdx.x % 4];
     }
 
-    // s becomes Pᵀ, and p that as an operand.
+    // Packs fragment f of an accumulator into an A operand with the same columns: k-step kk has
+    // fragments 2·kk (left) and 2·kk + 1 (right).
+    static __device__ __forceinline__ void pack_a(uint32_t (&a_regs)[Br / 16][4], int f,
+                                                  const float (&x)[4]) {
+        const int kk = f / 2;
+        const int right = f % 2;
+        a_regs[kk][right * 2] = pack_bf16(x[0], x[1]);
+        a_regs[kk][right * 2 + 1] = pack_bf16(x[2], x[3]);
+    }
+
+    // Sᵀ becomes Pᵀ, in s and as A operand in p.
     __device__ __forceinline__ void exponentials() {
         const auto& stats = shared.row_stats[n];
-        for (int c = 0; c < Br / 8; c++) {
-            const float2 lse_log2 = of_columns(stats.lse_log2, c);
+        for (int f = 0; f < Br / 8; f++) {
+            const float2 lse_log2 = of_columns(stats.lse_log2, f);
             for (int e = 0; e < 4; e++)
-                s[c][e] =
-                    exp2_approx(s[c][e] * args.scale_log2 - (e % 2 == 0 ? lse_log2.x : lse_log2.y));
-            p[c / 2][c % 2 * 2] = pack_bf16(s[c][0], s[c][1]);
-            p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
+                s[f][e] =
+                    exp2_approx(s[f][e] * args.scale_log2 - (e % 2 == 0 ? lse_log2.x : lse_log2.y));
+            pack_a(p, f, s[f]);
         }
     }
 
-    // ds = P∘(dP − D), transposed.
+    // dS = P∘(dP − D), transposed, as A operand in ds.
     __device__ __forceinline__ void softmax_gradient() {
         const auto& stats = shared.row_stats[n];
-        for (int c = 0; c < Br / 8; c++) {
-            const float2 D = of_columns(stats.D, c);
+        for (int f = 0; f < Br / 8; f++) {
+            const float2 D = of_columns(stats.D, f);
             float x[4];
             for (int e = 0; e < 4; e++)
-                x[e] = s[c][e] * (dp[c][e] - (e % 2 == 0 ? D.x : D.y));
-            ds[c / 2][c % 2 * 2] = pack_bf16(x[0], x[1]);
-            ds[c / 2][c % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
+                x[e] = s[f][e] * (dp[f][e] - (e % 2 == 0 ? D.x : D.y));
+            pack_a(ds, f, x);
         }
     }
 
@@ -780,8 +802,8 @@ struct Consumer {
         }
     }
 
-    // Puts dQ(n), which is this work tile's part of query tile i's dQ, where the sender takes it
-    // from. If it is the last part, the others are added here, and it becomes dQ itself.
+    // Puts dQ(n), which is this work tile's part of query tile i's dQ, into shared memory for the
+    // sender. To the last part the sum of the others is added before, which makes it dQ itself.
     __device__ __forceinline__ void store_dq(int n, int i) {
         const DqPart part = args.scheduler.dq_part(tile, walk.forwards(), i);
         if (part.is_last() && !part.is_first())
@@ -791,8 +813,8 @@ struct Consumer {
             store_tile_swizzled<Y>(dq, args.scale, &shared.dq[wg], 16 * (warp % 4), 64);
         } else {
             float4* const to = reinterpret_cast<float4*>(&shared.dq[wg]) + threadIdx.x % 128;
-            for (int c = 0; c < 8; c++)
-                to[c * 128] = make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+            for (int f = 0; f < 8; f++)
+                to[f * 128] = make_float4(dq[f][0], dq[f][1], dq[f][2], dq[f][3]);
         }
     }
     __device__ __forceinline__ void add_other_parts(DqPart part, int i) {
@@ -801,12 +823,12 @@ struct Consumer {
         }
         const float* const others = args.sum(args.scheduler.sum_index(tile.bh, wg), i);
         const float4* const sum = reinterpret_cast<const float4*>(others) + threadIdx.x % 128;
-        for (int c = 0; c < 8; c++) {
-            const float4 x = __ldcg(sum + c * 128);
-            dq[c][0] += x.x;
-            dq[c][1] += x.y;
-            dq[c][2] += x.z;
-            dq[c][3] += x.w;
+        for (int f = 0; f < 8; f++) {
+            const float4 x = __ldcg(sum + f * 128);
+            dq[f][0] += x.x;
+            dq[f][1] += x.y;
+            dq[f][2] += x.z;
+            dq[f][3] += x.w;
         }
     }
     // Tells the sender. Called later than store_dq, because the fence waits until the stores are
@@ -825,11 +847,12 @@ struct Consumer {
         } else {
             const int b = tile.bh / args.scheduler.NH;
             const int h = tile.bh % args.scheduler.NH;
-            const int k0 = tile.k_tile * Bc + row;
+            const int first_key = tile.k_tile * Bc + row;  // the warp's
             const int Tk = args.scheduler.Tk;
-            store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token_stride, k0,
+            store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token_stride,
+                       first_key, Tk);
+            store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token_stride, first_key,
                        Tk);
-            store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token_stride, k0, Tk);
         }
     }
 
@@ -857,8 +880,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 
     setmaxnreg_dec<kOtherRegisters>();
-    // Until prepare_kernel has written lse, D, the semaphores and the ticket. Consumers use them
-    // only after k_full, which the loader arrives at later.
+    // Waits until prepare_kernel has written lse, D, the semaphores and the ticket. Consumers need
+    // no such wait: they use them only after k_full, which the loader arrives at later.
     grid_wait_dependency();
     // Each role is in a warp of its own, because lanes of a warp wait for one another.
     if (threadIdx.x == 0)
@@ -908,6 +931,8 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
 
     const size_t heads = scheduler.heads;
     const size_t tiles = heads * std::max(scheduler.q_tiles, scheduler.k_tiles);
+    // Indices of semaphores are ints below 2·tiles, and tickets go up to the work tiles + the
+    // number of blocks.
     if (tiles > INT_MAX / 4)
         throw Error(
             format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
