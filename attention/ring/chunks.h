@@ -29,7 +29,7 @@ class Chunks : public Pieces<Dev, X> {
         : Base(dev, shape, kind), q_chunk_(q_chunk), k_chunk_(k_chunk) {}
 
     void forward(X* out, A* lse, const X* qkv) {
-        const Piece<A> sum = Base::start_sum(lse);
+        const Partial<A> sum = Base::start_sum(lse);
         for_each_piece([&](const PieceCall& p) {
             // Every query sees key 0, so its first piece is of the first chunk of keys.
             const bool first = p.k0 == 0;

@@ -21,8 +21,8 @@ __device__ X* token_of(const HeadsView<X>& x, int b, int t) {
 // A head's threads are in one warp. The first of them stores the merged lse, once all have read
 // lse.
 template <class Y>
-__global__ void merge_kernel(AttentionShape s, HeadsView<Y> dst, Piece<float> sum,
-                             Piece<float> piece) {
+__global__ void merge_kernel(AttentionShape s, HeadsView<Y> dst, Partial<float> sum,
+                             Partial<float> piece) {
     const int b = blockIdx.x / s.Tq;
     const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
@@ -79,8 +79,8 @@ void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const Attenti
 }  // namespace
 
 template <class Y>
-void merge(const Cuda& dev, const AttentionShape& s, HeadsView<Y> dst, const Piece<float>& sum,
-           const Piece<float>& piece) {
+void merge(const Cuda& dev, const AttentionShape& s, HeadsView<Y> dst, const Partial<float>& sum,
+           const Partial<float>& piece) {
     launch(dev, merge_kernel<Y>, s, dst, sum, piece);
 }
 
@@ -90,10 +90,10 @@ void add(const Cuda& dev, const AttentionShape& s, HeadsView<Y> dst, HeadsView<Z
     launch(dev, add_kernel<Y, Z>, s, dst, a, b, c);
 }
 
-template void merge(const Cuda&, const AttentionShape&, HeadsView<float>, const Piece<float>&,
-                    const Piece<float>&);
-template void merge(const Cuda&, const AttentionShape&, HeadsView<bf16>, const Piece<float>&,
-                    const Piece<float>&);
+template void merge(const Cuda&, const AttentionShape&, HeadsView<float>, const Partial<float>&,
+                    const Partial<float>&);
+template void merge(const Cuda&, const AttentionShape&, HeadsView<bf16>, const Partial<float>&,
+                    const Partial<float>&);
 #define ADD(Y, Z)                                                                     \
     template void add(const Cuda&, const AttentionShape&, HeadsView<Y>, HeadsView<Z>, \
                       HeadsView<Z>, HeadsView<Z>)

@@ -16,15 +16,15 @@
 // -------------------------------------------------------------------------------------------------
 // Merging and adding
 
-// The result of some queries with the keys they have seen: with those of one call (a piece), or
-// with all so far (the sum).
+// The result of some queries with some of their keys: with those of one call (a piece), or with all
+// that they have seen so far (the sum).
 template <class A>
-struct Piece {
+struct Partial {
     HeadsView<A> o;
     RowStatsView<A> lse;
     RowStatsView<A> rest;
 
-    Piece from(size_t t) const {  // without the first t queries
+    Partial from(size_t t) const {  // without the first t queries
         return {.o = o.from(t), .lse = lse.from(t), .rest = rest.from(t)};
     }
 };
@@ -38,8 +38,8 @@ struct Merge {
     A lse;
     A rest;
 
-    __host__ __device__ Merge(const Piece<A>& sum, const Piece<A>& piece, size_t head, int t) {
-        const auto exact_lse = [=](const Piece<A>& p) {
+    __host__ __device__ Merge(const Partial<A>& sum, const Partial<A>& piece, size_t head, int t) {
+        const auto exact_lse = [=](const Partial<A>& p) {
             const double lse = p.lse.ptr[head * p.lse.head_stride + t];
             return lse + p.rest.ptr[head * p.rest.head_stride + t];
         };
@@ -56,7 +56,7 @@ struct Merge {
     __host__ __device__ A merged(A o, A o_b) const {
         return piece_is_heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b);
     }
-    __host__ __device__ void store_lse(const Piece<A>& sum, size_t head, int t) const {
+    __host__ __device__ void store_lse(const Partial<A>& sum, size_t head, int t) const {
         sum.lse.ptr[head * sum.lse.head_stride + t] = lse;
         sum.rest.ptr[head * sum.rest.head_stride + t] = rest;
     }
@@ -67,8 +67,8 @@ struct Merge {
 
 // Merges `piece` into `sum`, but writes the merged o to dst, which may be sum.o.
 template <class Y>
-void merge(const Cuda&, const AttentionShape&, HeadsView<Y> dst, const Piece<float>& sum,
-           const Piece<float>& piece);
+void merge(const Cuda&, const AttentionShape&, HeadsView<Y> dst, const Partial<float>& sum,
+           const Partial<float>& piece);
 
 // dst ← a + b + c, without those that are null. dst may be one of them.
 template <class Y, class Z>
@@ -208,9 +208,9 @@ class Pieces {
 
     // ---- calls
 
-    // The sum of all queries, which their first pieces write. Without a rest from the kernels it
-    // clears both rests.
-    Piece<A> start_sum(A* lse) {
+    // The sum of each query, yet to be written by its first piece. Kernels that write no rest leave
+    // both rests at the zeros that this writes.
+    Partial<A> start_sum(A* lse) {
         if (!kHasRest)
             dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_
         A* const rest = kHasRest ? rest_of(lse) : sum_rest_;
@@ -220,11 +220,11 @@ class Pieces {
     // A query's first piece writes the sum. The others are merged into it, and their merged o is
     // written to dst.
     template <class Y>
-    void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first,
+    void forward(const PieceCall& p, const Inputs& in, const Partial<A>& sum, bool first,
                  HeadsView<Y> dst) {
-        const Piece<A> own{
+        const Partial<A> piece{
             .o = view(out_dq_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
-        const Piece<A> to = (first ? sum : own).from(p.q0);
+        const Partial<A> to = (first ? sum : piece).from(p.q0);
         const KeysAndValues kv = keys_and_values(in);
         AttentionForward<X, A> c{shape_of(p)};
         c.q = parts(in.qkv).q.from(p.q0);
@@ -236,7 +236,7 @@ class Pieces {
             c.lse_rest = to.rest;
         attention_forward(dev_, kind_, c);
         if (!first)
-            merge(dev_, tokens(p.Tq), dst.from(p.q0), sum.from(p.q0), to);
+            merge(dev_, tokens(p.Tq), dst.from(p.q0), sum.from(p.q0), piece.from(p.q0));
     }
 
     // Writes the piece's part of dq and dkv.

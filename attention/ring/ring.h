@@ -61,7 +61,7 @@ class Ring : Pieces<Dev, X> {
     }
 
     void forward(X* out, A* lse, const X* qkv) {
-        const Piece<A> sum = Base::start_sum(lse);
+        const Partial<A> sum = Base::start_sum(lse);
         for (int step = 0; step < ranks(); step++) {
             const bool first = step == 0;
             const bool last = step + 1 == ranks();
@@ -88,9 +88,9 @@ class Ring : Pieces<Dev, X> {
     // gradients, the late chunk's, which are three times the work.
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
         const Inputs own{.qkv = qkv, .dout = dout, .out = out, .lse = lse};
-        // If the early chunk sees others' keys, it does so at step 1 for the first time. That step
-        // writes out_dq_sum_ for all queries, so what the chunk finds here is kept apart and added
-        // then. Else nothing but this call writes the early chunk's dq.
+        // The early chunk sees others' keys unless this is rank 0, and then from step 1 on. That
+        // step writes out_dq_sum_ for all queries, so what the chunk finds here is kept in out_dq_
+        // and added then. On rank 0 this call alone writes the early chunk's dq.
         const bool early_sees_others = rank_ > 0;
         overlap({.step = 0, .kv = ranks() > 1}, qkv, [&] {
             Base::backward(own_keys(0, Tc_), own, early_sees_others ? out_dq_ : out_dq_sum_,
@@ -106,8 +106,10 @@ class Ring : Pieces<Dev, X> {
                 Base::backward(p, in, first ? out_dq_sum_ : out_dq_,
                                first ? dkv_travelling_.here : dkv_);
 
+                // At step 1 the call has written the sum itself. All that is left to add is what
+                // step 0 found for the early chunk, if the call has its queries (p.q0 is 0 then).
                 int queries = T() - p.q0;
-                if (first)  // the call wrote the sum, and only what step 0 left is to be added
+                if (first)
                     queries = early_sees_others ? Tc_ : 0;
                 const HeadsView<A> sum = view(out_dq_sum_).from(p.q0);
                 if (queries > 0)
@@ -116,7 +118,8 @@ class Ring : Pieces<Dev, X> {
             if (first)
                 continue;
 
-            // What has arrived is added to this rank's, which has at least as many chunks.
+            // What has arrived is added to this rank's, which has at least as many chunks, and the
+            // sum is sent on at the next step.
             const int n = summed(previous(), step - 1);
             add(dev_, kv_shape(n), dkv_view(dkv_), dkv_view(dkv_), dkv_view(dkv_travelling_.here));
             std::swap(dkv_, dkv_travelling_.here);
@@ -207,7 +210,7 @@ class Ring : Pieces<Dev, X> {
         });
     }
 
-    // The late chunk's part of out_dq_ is its queries with this rank's own keys.
+    // out_dq_ has the late queries' dq from this rank's own keys, which the last call has written.
     void store_dq(HeadsView<X> dq) {
         add(dev_, tokens(Tc_), dq, view(out_dq_sum_));
         const HeadsView<A> others = ranks() > 1 ? view(out_dq_sum_).from(Tc_) : HeadsView<A>{};

@@ -1736,11 +1736,11 @@ static void check_merge(const AttentionShape& s, bool in_place) {
     // if it is in bf16 on the device, and then the sum cannot be in place.
     const auto merge_on = [&](const auto& dev, auto to, const auto& data) {
         using A = std::remove_pointer_t<decltype(data(sum))>;
-        const Piece<A> a{
+        const Partial<A> a{
             .o = of_sum.of(data(sum)), .lse = {data(lse), head}, .rest = {data(rest), head}};
-        const Piece<A> b{.o = of_piece.of(data(piece)),
-                         .lse = {data(piece_lse), head},
-                         .rest = {data(piece_rest), head}};
+        const Partial<A> b{.o = of_piece.of(data(piece)),
+                           .lse = {data(piece_lse), head},
+                           .rest = {data(piece_rest), head}};
         if constexpr (std::is_same_v<decltype(to), HeadsView<A>>)
             merge(dev, s, in_place ? a.o : to, a, b);
         else

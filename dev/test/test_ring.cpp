@@ -19,9 +19,10 @@ template <class A = double>
 MergedRow<A> merged(MergedRow<A> a, MergedRow<A> b) {
     const HeadsShape one{.B = 1, .T = 1, .heads = 1, .HS = 1};
     const auto piece = [&](MergedRow<A>& row) {
-        return Piece<A>{.o = contiguous(&row.o, one), .lse = {&row.lse, 1}, .rest = {&row.rest, 1}};
+        return Partial<A>{
+            .o = contiguous(&row.o, one), .lse = {&row.lse, 1}, .rest = {&row.rest, 1}};
     };
-    const Piece<A> sum = piece(a);
+    const Partial<A> sum = piece(a);
     merge(Cpu(1), whole(1, 1, 1, 1), sum.o, sum, piece(b));
     return a;
 }

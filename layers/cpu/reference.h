@@ -197,8 +197,8 @@ void check_attention(const Cpu&, Attention kind, int, const AttentionUse& use) {
 
 // Merging and adding the results of pieces (attention/ring/pieces.h).
 template <class A>
-void merge(const Cpu&, const AttentionShape& s, HeadsView<A> dst, const Piece<A>& sum,
-           const Piece<A>& piece) {
+void merge(const Cpu&, const AttentionShape& s, HeadsView<A> dst, const Partial<A>& sum,
+           const Partial<A>& piece) {
     for (int row = 0; row < s.B * s.NH * s.Tq; row++) {
         const int t = row % s.Tq;
         const int head = row / s.Tq;
