@@ -55,6 +55,11 @@ constexpr int kLaneRows = 4;
 constexpr int kLaneCols = 8;
 constexpr int kTerms = 16;  // terms of dP and D that are summed in one go
 
+// Of O, dQ, dK and dV, a lane instead owns pieces of four neighbouring columns, so that it accesses
+// 16 bytes at once. The lane in column `col` of the grid has the piece at 4·col, and then every
+// eighth.
+constexpr int kPieceStride = 4 * kLaneCols;  // columns from one of a lane's pieces to its next
+
 // Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one
 // computes while the other loads or waits at a barrier.
 template <int HS_, int Br_, int Bc_>
@@ -65,8 +70,8 @@ struct Tiles {
     // Floats from a row to the next in shared memory. With +4 floats, lanes that read 16 bytes of 8
     // neighbouring rows hit 8 different bank groups. With +8, a warp that writes 8 neighbouring
     // floats in each of 4 rows hits 32 different banks.
-    static constexpr int kRow = HS + 4;   // of Q, K, V and dO
-    static constexpr int kPRow = Bc + 8;  // of P and dS
+    static constexpr int kRowStride = HS + 4;   // of Q, K, V and dO
+    static constexpr int kPRowStride = Bc + 8;  // of P and dS
     // Accumulators of a thread: ThreadRows × ThreadCols of S, ThreadRows × ThreadOut of O and dQ.
     static constexpr int ThreadRows = Br / kWarps / kLaneRows;
     static constexpr int ThreadCols = Bc / kLaneCols;
@@ -75,17 +80,17 @@ struct Tiles {
 
 template <class Tile>
 struct ForwardSharedMemory {
-    float q[Tile::Br][Tile::kRow];   // scaled
-    float kv[Tile::Bc][Tile::kRow];  // K and V in turn
-    float p[Tile::Br][Tile::kPRow];
+    float q[Tile::Br][Tile::kRowStride];   // scaled
+    float kv[Tile::Bc][Tile::kRowStride];  // K and V in turn
+    float p[Tile::Br][Tile::kPRowStride];
 };
 template <class Tile>
 struct BackwardSharedMemory {
-    float k[Tile::Bc][Tile::kRow];
-    float v[Tile::Bc][Tile::kRow];
-    float q[Tile::Br][Tile::kRow];  // scaled
-    float dout[Tile::Br][Tile::kRow];
-    float p[Tile::Br][Tile::kPRow];  // P and dS in turn
+    float k[Tile::Bc][Tile::kRowStride];
+    float v[Tile::Bc][Tile::kRowStride];
+    float q[Tile::Br][Tile::kRowStride];  // scaled
+    float dout[Tile::Br][Tile::kRowStride];
+    float p[Tile::Br][Tile::kPRowStride];  // P and dS in turn
 };
 
 //   forward              a thread's S, O                shared memory
@@ -120,7 +125,7 @@ __device__ int lane_col() {
     return (lane / 2) % 8;
 }
 
-// Over the 8 lanes that share a row.
+// Over the 8 lanes that share a row, whose numbers differ in bits 1 to 3.
 __device__ float row_max(float x) {
     for (int bit = 2; bit <= 8; bit *= 2)
         x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
@@ -185,8 +190,8 @@ __device__ void load(float (&to)[N], const float* from, int stride = 4) {
     }
 }
 
-// Row t of a head, from the thread's column on. (HeadsView::row() would have the compiler store one
-// float at a time.)
+// Row t of a head, from the thread's first piece on. (HeadsView::row() would have the compiler
+// store one float at a time.)
 template <int HS>
 __device__ float* row_from(const HeadsView<float>& x, const WorkTile& w, int t, int col) {
     return x.ptr + w.b * x.batch_stride + t * x.token_stride + w.h * HS + 4 * col;
@@ -208,22 +213,26 @@ __device__ void add4(float* to, const float* x, float factor) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Products. a and b point to the thread's first row and column; their rows are a_row and b_row
-// floats apart. The thread's rows are row, row + 4, …, or M neighbours in add_atb. Its columns are
-// col, col + 8, … in multiply_abt, and in the others 4·col … 4·col + 3, then the same + 32, ….
+// Products. c is what the thread owns of the product, M rows and N columns. a and b point to where
+// the thread begins in A and B, whose rows are a_stride and b_stride floats apart.
+//
+//                  the thread's M rows      its N columns
+//   multiply_abt   every kLaneRows-th       every kLaneCols-th
+//   add_ab         every kLaneRows-th       pieces of four, kPieceStride apart
+//   add_atb        neighbours               pieces of four, kPieceStride apart
 
-// c += A Bᵀ over K columns.
+// c += A Bᵀ over K columns of both.
 template <int K, int M, int N>
-__device__ void multiply_abt(float (&c)[M][N], const float* a, int a_row, const float* b,
-                             int b_row) {
+__device__ void multiply_abt(float (&c)[M][N], const float* a, int a_stride, const float* b,
+                             int b_stride) {
 #pragma unroll 4
     for (int k = 0; k < K; k += 4) {
         float b_regs[N][4];
         for (int j = 0; j < N; j++)
-            load(b_regs[j], b + j * kLaneCols * b_row + k);
+            load(b_regs[j], b + j * kLaneCols * b_stride + k);
         for (int i = 0; i < M; i++) {
             float a_regs[4];
-            load(a_regs, a + i * kLaneRows * a_row + k);
+            load(a_regs, a + i * kLaneRows * a_stride + k);
             for (int e = 0; e < 4; e++)
                 for (int j = 0; j < N; j++)
                     c[i][j] += a_regs[e] * b_regs[j][e];
@@ -234,15 +243,16 @@ __device__ void multiply_abt(float (&c)[M][N], const float* a, int a_row, const 
 // c += A B over K columns of A, rows of B.
 // [quote]
 template <int K, int M, int N>
-__device__ void add_ab(float (&c)[M][N], const float* a, int a_row, const float* b, int b_row) {
+__device__ void add_ab(float (&c)[M][N], const float* a, int a_stride, const float* b,
+                       int b_stride) {
 #pragma unroll 1  // more would spill on sm_80
     for (int k = 0; k < K; k += 4) {
         float a_regs[M][4];
         for (int i = 0; i < M; i++)
-            load(a_regs[i], a + i * kLaneRows * a_row + k);
+            load(a_regs[i], a + i * kLaneRows * a_stride + k);
         for (int e = 0; e < 4; e++) {
             float b_regs[N];
-            load(b_regs, b + (k + e) * b_row, 4 * kLaneCols);
+            load(b_regs, b + (k + e) * b_stride, kPieceStride);
             for (int i = 0; i < M; i++)
                 for (int j = 0; j < N; j++)
                     c[i][j] += a_regs[i][e] * b_regs[j];
@@ -251,15 +261,16 @@ __device__ void add_ab(float (&c)[M][N], const float* a, int a_row, const float*
 }
 // [end]
 
-// c += Aᵀ B over K rows.
+// c += Aᵀ B over K rows of both.
 template <int K, int M, int N>
-__device__ void add_atb(float (&c)[M][N], const float* a, int a_row, const float* b, int b_row) {
+__device__ void add_atb(float (&c)[M][N], const float* a, int a_stride, const float* b,
+                        int b_stride) {
 #pragma unroll 8
     for (int k = 0; k < K; k++) {
         float a_regs[M];
         float b_regs[N];
-        load(a_regs, a + k * a_row);
-        load(b_regs, b + k * b_row, 4 * kLaneCols);
+        load(a_regs, a + k * a_stride);
+        load(b_regs, b + k * b_stride, kPieceStride);
         for (int i = 0; i < M; i++)
             for (int j = 0; j < N; j++)
                 c[i][j] += a_regs[i] * b_regs[j];
@@ -331,7 +342,7 @@ __device__ void store_rows(const ForwardArgs& args, const WorkTile& w, int lane_
         float* out = args.out.row(w.b, t, w.h, HS) + 4 * col;
         const float inv_l = 1.f / l[i];
         for (int n = 0; n < N / 4; n++)
-            store4(out + n * 4 * kLaneCols, &o[i][4 * n], inv_l);
+            store4(out + n * kPieceStride, &o[i][4 * n], inv_l);
         if (col > 0)
             continue;
         const double exact = m[i] + precise_log(l[i]);
@@ -348,8 +359,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int HS = Tile::HS;
     constexpr int Br = Tile::Br;
     constexpr int Bc = Tile::Bc;
-    constexpr int kRow = Tile::kRow;
-    constexpr int kPRow = Tile::kPRow;
+    constexpr int kRowStride = Tile::kRowStride;
+    constexpr int kPRowStride = Tile::kPRowStride;
     constexpr int ThreadRows = Tile::ThreadRows;
     constexpr int ThreadCols = Tile::ThreadCols;
     constexpr int ThreadOut = Tile::ThreadOut;
@@ -385,7 +396,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int k0 = 0; k0 < k_end; k0 += Bc) {
         __syncthreads();  // K is there
         float s[ThreadRows][ThreadCols] = {};
-        multiply_abt<HS>(s, smem.q[row], kRow, smem.kv[col], kRow);
+        multiply_abt<HS>(s, smem.q[row], kRowStride, smem.kv[col], kRowStride);
         // V is loaded while the softmax runs
         load_tile<Bc, HS>(kv_stage, v + k0 * args.v.token_stride, args.v.token_stride, k_end - k0);
 
@@ -417,7 +428,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         // Each tile has a sum of its own, so the error of O does not grow with T. It would show in
         // dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
         float pv[ThreadRows][ThreadOut] = {};
-        add_ab<Bc>(pv, smem.p[row], kPRow, &smem.kv[0][4 * col], kRow);
+        add_ab<Bc>(pv, smem.p[row], kPRowStride, &smem.kv[0][4 * col], kRowStride);
         for (int i = 0; i < ThreadRows; i++)
             for (int j = 0; j < ThreadOut; j++)
                 o[i][j] += pv[i][j];
@@ -477,7 +488,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int HS = Tile::HS;
     constexpr int Br = Tile::Br;
     constexpr int Bc = Tile::Bc;
-    constexpr int kRow = Tile::kRow;
+    constexpr int kRowStride = Tile::kRowStride;
     constexpr int ThreadRows = Tile::ThreadRows;
     constexpr int ThreadCols = Tile::ThreadCols;
     extern __shared__ float4 dynamic_smem[];
@@ -514,7 +525,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             __syncthreads();  // the tile is there
 
             float s[ThreadRows][ThreadCols] = {};
-            multiply_abt<HS>(s, smem.q[row], kRow, smem.kv[col], kRow);
+            multiply_abt<HS>(s, smem.q[row], kRowStride, smem.kv[col], kRowStride);
             for (int i = 0; i < ThreadRows; i++)
                 for (int j = 0; j < ThreadCols; j++) {
                     const int key = k0 + col + j * kLaneCols;
@@ -573,8 +584,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int HS = Tile::HS;
     constexpr int Br = Tile::Br;
     constexpr int Bc = Tile::Bc;
-    constexpr int kRow = Tile::kRow;
-    constexpr int kPRow = Tile::kPRow;
+    constexpr int kRowStride = Tile::kRowStride;
+    constexpr int kPRowStride = Tile::kPRowStride;
     constexpr int ThreadRows = Tile::ThreadRows;
     constexpr int ThreadKeys = Bc / kWarps / kLaneRows;  // a thread's rows of dK and dV
     constexpr int ThreadCols = Tile::ThreadCols;
@@ -618,8 +629,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     // From the last query tile back, because all key tiles see that one: they wait for one another
     // once, at the start, and then follow at a distance.
-    //   P · dP and dS · dV · dK and dQ · wait for this key tile's turn · add dQ · load the next Q
-    //   and dO · pass the turn on
+    //   P; dP and dS; dV; dK and dQ; wait for this key tile's turn; add dQ; load the next Q and dO;
+    //   pass the turn on
     float dk[ThreadKeys][ThreadOut] = {};
     float dv[ThreadKeys][ThreadOut] = {};
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
@@ -639,7 +650,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         float* p_own = &smem.p[row][col];
         {
             float s[ThreadRows][ThreadCols] = {};
-            multiply_abt<HS>(s, smem.q[row], kRow, smem.k[col], kRow);
+            multiply_abt<HS>(s, smem.q[row], kRowStride, smem.k[col], kRowStride);
             // the diagonal, and the last keys
             const bool masked = k0 + Bc > min(args.Tk, q0 + args.shift + 1);
             for (int i = 0; i < ThreadRows; i++)
@@ -648,7 +659,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                     float p = exp2_approx(fmaf(s[i][j] - lse[i], kLog2e, -rest[i]));
                     if (masked && (key >= keys || k0 + key > q0 + row + i * kLaneRows + args.shift))
                         p = 0.f;
-                    p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
+                    p_own[i * kLaneRows * kPRowStride + j * kLaneCols] = p;
                 }
         }
 
@@ -659,26 +670,26 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
         for (int d = 0; d < HS; d += kTerms) {
             float sum[ThreadRows][ThreadCols] = {};
-            multiply_abt<kTerms>(sum, &smem.dout[row][d], kRow, &smem.v[col][d], kRow);
+            multiply_abt<kTerms>(sum, &smem.dout[row][d], kRowStride, &smem.v[col][d], kRowStride);
             for (int i = 0; i < ThreadRows; i++)
                 for (int j = 0; j < ThreadCols; j++)
                     ds[i][j] += sum[i][j];
         }
         for (int i = 0; i < ThreadRows; i++)
             for (int j = 0; j < ThreadCols; j++)
-                ds[i][j] = p_own[i * kLaneRows * kPRow + j * kLaneCols] * (ds[i][j] - D[i]);
+                ds[i][j] = p_own[i * kLaneRows * kPRowStride + j * kLaneCols] * (ds[i][j] - D[i]);
 
         // dV, dK and this tile's dQ
         __syncthreads();  // P is there
-        add_atb<Br>(dv, &smem.p[0][key_row], kPRow, &smem.dout[0][4 * col], kRow);
+        add_atb<Br>(dv, &smem.p[0][key_row], kPRowStride, &smem.dout[0][4 * col], kRowStride);
         __syncthreads();  // everyone is done with P
         for (int i = 0; i < ThreadRows; i++)
             for (int j = 0; j < ThreadCols; j++)
-                p_own[i * kLaneRows * kPRow + j * kLaneCols] = ds[i][j];
+                p_own[i * kLaneRows * kPRowStride + j * kLaneCols] = ds[i][j];
         __syncthreads();  // dS is there
-        add_atb<Br>(dk, &smem.p[0][key_row], kPRow, &smem.q[0][4 * col], kRow);
+        add_atb<Br>(dk, &smem.p[0][key_row], kPRowStride, &smem.q[0][4 * col], kRowStride);
         float dq[ThreadRows][ThreadOut] = {};
-        add_ab<Bc>(dq, smem.p[row], kPRow, &smem.k[0][4 * col], kRow);
+        add_ab<Bc>(dq, smem.p[row], kPRowStride, &smem.k[0][4 * col], kRowStride);
 
         // Add into dq when the key tiles before this one have.
         volatile int* added = args.key_tiles_added + static_cast<size_t>(w.bh) * query_tiles + tile;
@@ -697,9 +708,9 @@ __global__ void __launch_bounds__(kThreads, 2)
             float* to = row_from<HS>(args.dq, w, t, col);
             for (int n = 0; n < ThreadOut / 4; n++) {
                 if (w.tile == 0)
-                    store4(to + n * 4 * kLaneCols, &dq[i][4 * n], args.scale);
+                    store4(to + n * kPieceStride, &dq[i][4 * n], args.scale);
                 else
-                    add4(to + n * 4 * kLaneCols, &dq[i][4 * n], args.scale);
+                    add4(to + n * kPieceStride, &dq[i][4 * n], args.scale);
             }
         }
         if (tile > first_query_tile)
@@ -719,8 +730,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         float* to_dk = row_from<HS>(args.dk, w, t, col);
         float* to_dv = row_from<HS>(args.dv, w, t, col);
         for (int n = 0; n < ThreadOut / 4; n++) {
-            store4(to_dk + n * 4 * kLaneCols, &dk[i][4 * n]);
-            store4(to_dv + n * 4 * kLaneCols, &dv[i][4 * n]);
+            store4(to_dk + n * kPieceStride, &dk[i][4 * n]);
+            store4(to_dv + n * kPieceStride, &dv[i][4 * n]);
         }
     }
 }
