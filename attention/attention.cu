@@ -146,17 +146,18 @@ bool rows_apart(size_t row_bytes, const CallMemory::Dimension& inner,
     return apart_in_a_group && groups_apart;
 }
 
-// All of a view's rows, or all of its sequences, start at multiples of `period` from the first. So
-// two views whose first ones are apart within a period are apart everywhere.
+// True if a and b share no byte, whose blocks (rows, or whole sequences) of a_bytes and b_bytes all
+// start at multiples of `period` from the view's first one. Then only the offset of b's blocks
+// within a period counts: a's block comes first, and b's has to fit between its end and the next.
 bool apart_in_a_period(size_t distance, size_t a_bytes, size_t b_bytes, size_t period) {
     const size_t offset = distance % period;
     return offset >= a_bytes && offset + b_bytes <= period;
 }
 
-// The greatest period of both views' rows and of their sequences, 0 for one alone.
+// The greatest periods that both views have, 0 if neither has a second sequence or row.
 struct Periods {
-    size_t sequences = 0;
-    size_t rows = 0;
+    size_t sequences = 0;  // of where sequences start
+    size_t rows = 0;       // of where rows start, in all sequences
 };
 Periods common_periods(const CallMemory& a, const CallMemory& b) {
     Periods p;
@@ -183,10 +184,12 @@ bool overlap(const CallMemory& a, const CallMemory& b) {
         return false;
 
     const Periods period = common_periods(a, b);
-    if (period.sequences > 0 &&
-        apart_in_a_period(distance, extent_of_sequence(a), extent_of_sequence(b), period.sequences))
-        return false;
-    return period.rows == 0 || !apart_in_a_period(distance, a.row_bytes, b.row_bytes, period.rows);
+    const bool all_sequences_apart =
+        period.sequences > 0 &&
+        apart_in_a_period(distance, extent_of_sequence(a), extent_of_sequence(b), period.sequences);
+    const bool all_rows_apart =
+        period.rows > 0 && apart_in_a_period(distance, a.row_bytes, b.row_bytes, period.rows);
+    return !all_sequences_apart && !all_rows_apart;
 }
 
 // Throws Error if the memory is missing, misaligned or overlaps itself.

@@ -10,7 +10,7 @@
 // The layer: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
 
 // Writes out (B,Tq,NH,HS) and lse (B,NH,Tq) of the last Tq tokens of qkv (B,Tk,3,NH,HS). Only naive
-// uses att, which has attention_saved_bytes(): it fills them for backward.
+// uses att, of attention_saved_bytes(): it leaves P there for backward.
 template <class X>
 void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv,
                        int B, int Tq, int Tk, int NH, int HS);
@@ -111,7 +111,7 @@ AttentionKernels<X> attention_kernels();
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
 
-// Throws Error too if the kernel lacks what a model uses.
+// Throws Error where attention_kernel() does, and also if the kernel lacks what a model uses.
 template <class X>
 void check_attention(const Cuda& dev, Attention kind, int HS, const AttentionUse& use);
 

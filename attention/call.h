@@ -27,8 +27,8 @@
 // -------------------------------------------------------------------------------------------------
 // The call
 
-// The shape of a part of a sequence is a copy of the whole's with other lengths. (Built field by
-// field, it would miss a field that is added here later.)
+// The shape of a call. To get that of a part of a sequence, copy the whole's and change the
+// lengths: a shape built field by field would miss a field that is added here later.
 struct AttentionShape {
     int B;
     int Tq;
@@ -43,7 +43,7 @@ struct AttentionShape {
     float resolved_scale() const {
         return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS));
     }
-    // The same for exponentials that are powers of 2.
+    // The same times log2(e), for exponentials that are powers of 2.
     float scale_log2() const { return static_cast<float>(resolved_scale() * M_LOG2E); }
 
     // Query i sees the keys j ≤ i + shift(). Without a mask that is beyond the last key.
@@ -87,7 +87,7 @@ struct AttentionForward {
     HeadsView<Y> out = {};  // as q
     RowStatsView<Acc<X>> lse = {};
     RowStatsView<Acc<X>> lse_rest = {};
-    X* att = nullptr;  // saved_bytes() for backward; naive alone uses it
+    X* att = nullptr;  // P, saved for backward: saved_bytes(). Only naive uses it
 };
 
 // Writes every element of dq, dk and dv. Clears what it accumulates into in scratch.
@@ -209,7 +209,7 @@ struct AttentionUse {
 
 // What a call is besides its shape.
 struct CallTraits {
-    size_t element;  // bytes of an element of q
+    size_t element_bytes;  // of q
     bool backward;
     bool lse_rest;  // it is given
 };
@@ -229,9 +229,9 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
     if (!limits.supports.any_head_size && s.HS != 64 && s.HS != 128)
         throw Error(
             format("%s: head size %d, expected 64 or 128: use --attention naive", name, s.HS));
-    if (s.HS < 1 || (s.HS * call.element) % limits.alignment != 0)
+    if (s.HS < 1 || (s.HS * call.element_bytes) % limits.alignment != 0)
         throw Error(format("%s: head size %d, expected a multiple of %zu", name, s.HS,
-                           limits.alignment / call.element));
+                           limits.alignment / call.element_bytes));
 
     if (call.backward && !limits.supports.pieces && s.Tq != s.Tk)
         throw Error(
@@ -244,7 +244,8 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
             name));
 }
 
-// The memory of one of a call's tensors: sequences of rows, each row contiguous.
+// The memory of one of a call's tensors: sequences of rows, each row contiguous. Here a row is one
+// token's heads, or of statistics one head's tokens. A buffer is a single row.
 struct CallMemory {
     struct Dimension {
         size_t count = 1;
@@ -305,8 +306,9 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) {
     const AttentionShape& s = c.s;
-    check_shape(limits, s,
-                {.element = sizeof(X), .backward = false, .lse_rest = c.lse_rest.ptr != nullptr});
+    check_shape(
+        limits, s,
+        {.element_bytes = sizeof(X), .backward = false, .lse_rest = c.lse_rest.ptr != nullptr});
 
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
@@ -325,8 +327,9 @@ void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) 
 template <class X, class Y>
 void check_call(const AttentionLimits& limits, const AttentionBackward<X, Y>& c) {
     const AttentionShape& s = c.s;
-    check_shape(limits, s,
-                {.element = sizeof(X), .backward = true, .lse_rest = c.lse_rest.ptr != nullptr});
+    check_shape(
+        limits, s,
+        {.element_bytes = sizeof(X), .backward = true, .lse_rest = c.lse_rest.ptr != nullptr});
 
     const HeadsShape queries = s.queries();
     const HeadsShape keys = s.keys();
