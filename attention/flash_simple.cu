@@ -81,15 +81,15 @@ __device__ void load_tile(Line (&tile)[Lines], const float* head, size_t row_str
 // Products
 
 // s[j] += own · row j of a tile, summed over all HS columns. `own` is this thread's line of its
-// row, and row0 the line of row 0 at the same columns.
+// row, and first_line the line of row 0 at the same columns.
 template <int HS, int N>
-__device__ void multiply_abt(float (&s)[N], const float* own, const float* row0) {
+__device__ void multiply_abt(float (&s)[N], const float* own, const float* first_line) {
 #pragma unroll 1  // only kTerms of `own` at a time are in registers
     for (int c = 0; c < kOwn; c += kTerms)
         for (int j = 0; j < N; j++) {
             float sum = 0.f;
             for (int d = c; d < c + kTerms; d++)
-                sum += own[d] * row0[j * kRowStride<HS> + d];
+                sum += own[d] * first_line[j * kRowStride<HS> + d];
             s[j] += sum;
         }
     if (kSplit<HS> == 2)
@@ -97,16 +97,16 @@ __device__ void multiply_abt(float (&s)[N], const float* own, const float* row0)
             x += __shfl_xor_sync(~0u, x, 1);  // the other half of the row
 }
 
-// o += Σ_j p[j]·row j of a tile, at this thread's columns. The tile's sum is made apart and then
-// added, so that the error does not grow with T.
+// o += Σ_j p[j]·row j of a tile, at this thread's columns, where row 0 has first_line. The tile's
+// sum is made apart and then added, so that the error does not grow with T.
 template <int HS, int N>
-__device__ void add_ab(float (&o)[kOwn], const float (&p)[N], const float* row0) {
+__device__ void add_ab(float (&o)[kOwn], const float (&p)[N], const float* first_line) {
 #pragma unroll
     for (int c = 0; c < kOwn; c += kTerms) {
         float sum[kTerms] = {};
         for (int j = 0; j < N; j++)
             for (int d = 0; d < kTerms; d++)
-                sum[d] += p[j] * row0[j * kRowStride<HS> + c + d];
+                sum[d] += p[j] * first_line[j * kRowStride<HS> + c + d];
         for (int d = 0; d < kTerms; d++)
             o[c + d] += sum[d];
     }
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line k_smem[kPassing];
     __shared__ __align__(16) Line v_smem[kPassing];
 
-    const int line = threadIdx.x % kSplit<HS>;  // which one of its row this thread owns
+    const int line = threadIdx.x % kSplit<HS>;  // which line of its row this thread owns
     const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
     const int q0 = w.tile * Br;
     const int query = q0 + threadIdx.x / kSplit<HS>;  // this thread's
@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 
     float o[kOwn] = {};
     float m = -INFINITY;
-    // fp64, because an error of l is one of out, hence of D. That is the same for all keys, so in
-    // dQ it adds up.
+    // fp64, because an error of l is an error of out, and so of D. D's error is the same for all
+    // keys, so it adds up in dQ.
     double l = 0.;
     for (int k0 = 0; k0 < min(Tk, q0 + Br + args.shift); k0 += Bc) {
         __syncthreads();  // everyone is done with the last tile
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // -------------------------------------------------------------------------------------------------
 // Backward. The rounding of lse to fp32 is an error of all P of a row, and a large one where lse is
-// large. A row of P sums to 1, so dq_kernel also finds the sum that it gets, and both kernels
-// divide by it.
+// large. A row of P must sum to 1. So dq_kernel also adds up the P that it computes, and both
+// kernels divide by that sum.
 
 struct BackwardArgs : CallArgs<AttentionBackward<float>> {
     float* D = nullptr;            // (B, NH, T) in scratch
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line k_smem[kPassing];
     __shared__ __align__(16) Line v_smem[kPassing];
 
-    const int line = threadIdx.x % kSplit<HS>;  // which one of its row this thread owns
+    const int line = threadIdx.x % kSplit<HS>;  // which line of its row this thread owns
     __shared__ WorkTile w;                      // the loop leaves no register for it
     if (threadIdx.x == 0)
         w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line q_smem[kLines];
     __shared__ __align__(16) Line do_smem[kLines];
 
-    const int line = threadIdx.x % kSplit<HS>;  // which one of its row this thread owns
+    const int line = threadIdx.x % kSplit<HS>;  // which line of its row this thread owns
     __shared__ WorkTile w;                      // the loop leaves no register for it
     if (threadIdx.x == 0)
         w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);

@@ -41,8 +41,8 @@ constexpr char kName[] = "naive";
 
 // -------------------------------------------------------------------------------------------------
 // Softmax. A warp works on a short row of S, so that it needs no barrier, and a block on a long
-// one. (With a warp each, so many long rows would be in flight that a row has left the cache when
-// its second pass begins.)
+// one. (With a warp for each long row, so many would be in flight at once that a row would have
+// left the cache by the time of its second pass.)
 
 constexpr int kThreads = 128;
 constexpr int kShortRowBytes = 2048;
@@ -213,13 +213,14 @@ __global__ void list_kernel(int heads, int NH, M... matrices) {
     (write(matrices), ...);
 }
 
-// Places the lists after the scores in att or scratch, and writes them in one launch.
+// Gives each of `matrices` its list and fills them all in one launch. The lists lie behind
+// `before`, which is the scores in att or scratch.
 template <class X, class... M>
-void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& scores,
+void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& before,
                 M&... matrices) {
     static_assert(sizeof...(M) <= kMaxLists);
     const int heads = s.B * s.NH;
-    void** list = (void**)(scores.ptr + s.B * scores.batch_stride);
+    void** list = (void**)(before.ptr + s.B * before.batch_stride);
     const auto place = [&](auto& m) {
         m.list = list;
         list += heads;
