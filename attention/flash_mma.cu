@@ -56,7 +56,7 @@ constexpr char kName[] = "flash_mma";
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 16 * kWarps;  // of a block: forward's and dq_kernel's Br, dkdv_kernel's Bc
-constexpr int kPassing = 32;  // of backward's other tiles: accumulators leave no room for more
+constexpr int kPassing = 32;  // rows of a passing tile in backward: accumulators leave no more room
 
 // With 8 elements more, the rows of 16 bytes that ldmatrix reads at once, from 8 neighbouring rows,
 // are in different banks.
@@ -141,10 +141,11 @@ __device__ void multiply_abt(Accumulator<N>& c, const Fragments<HS>& a_regs,
         }
 }
 
-// c += a · b over N rows of b: O += P V, and likewise dQ, dK and dV. Two tiles of the accumulator
-// a, 16×8 each, are one A operand of 16×16. b's rows are the rows of a B operand, so ldmatrix
-// transposes: of k-step kk rows 16·kk … +7 and 16·kk+8 … +15 of columns n … n+7, then of n+8 …
-// n+15.
+// c += a · b over N rows of b: O += P V, and likewise dQ, dK and dV. A k-step kk is one MMA deep,
+// 16 terms of each sum. Its A operand, 16×16, is two fragments of the accumulator a, 16×8 each. The
+// rows of b are the rows of a B operand, so ldmatrix transposes. Its four matrices are 16 rows of b
+// by 16 columns, in quadrants: rows 16·kk … +7 and 16·kk+8 … +15 in the columns n … n+7, then the
+// same rows in the columns n+8 … n+15.
 template <int HS, int N>
 __device__ void add_ab(Accumulator<HS>& c, const Accumulator<N>& a, const SmemTile<HS, N>& b_smem) {
     const int lane = threadIdx.x % 32;
@@ -371,8 +372,9 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
         }
         __syncthreads();  // the tile is there
 
+        // S and dP are transposed: their rows are keys.
         Accumulator<Br> s = {};
-        Accumulator<Br> dp = {};  // transposed: rows are keys
+        Accumulator<Br> dp = {};
         multiply_abt<HS, Br>(s, k_regs, q_smem);
         for (int n = 0; n < Br / 8; n++)
             for (int e = 0; e < 4; e++) {

@@ -24,10 +24,13 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 // 8i … 8i+7 give the rows of quadrant i, in the order upper left, lower left, upper right, lower
 // right. This is the order of an A operand, and of a B operand that is loaded transposed.
 //
-// row and col are multiples of 16 and known to the compiler. A multiple of 16 rows leaves the
-// swizzle as it is and is added. Columns are pieces, which the swizzle numbers by an xor, so col is
-// an xor too. It flips bits within a row, and the tile's address has none there, being a multiple
-// of a row's length. So `first` in one register serves all blocks of the tile.
+// row and col are multiples of 16 and known to the compiler, so that one register, `first`, serves
+// all blocks of the tile:
+//   row   16 rows further down r % 8 is the same, and so is the swizzle. The offset is added.
+//   col   moves by an even number of pieces, c. As the swizzle is an xor, that is an xor too:
+//         (c ^ piece) ^ (r % 8) = c ^ (piece ^ (r % 8)), because c + piece = c ^ piece for piece 0
+//         or 1. It flips only bits of the offset within a row. In the tile's address these are 0,
+//         because tiles start at multiples of a row's length.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
