@@ -44,9 +44,9 @@
 // and computes Sᵀ and dPᵀ, with keys as rows. So in both, P and dS are packed where they are and
 // become the A operands of the products that follow, and there is neither an atomic nor a dQ in
 // fp32 memory. The price is 7 products instead of 5. Within a block products wait for exponentials
-// and the other way round; three blocks on an SM (two at HS 128) fill each other's gaps. What it
-// lacks in comparison with flash_bf16_sm90's backward is roles, and the 5 products that need a
-// deterministic sum of dQ.
+// and the other way round; three blocks on an SM (two at HS 128) fill each other's gaps.
+// flash_bf16_sm90's backward has what this one lacks: roles, and a deterministic sum of dQ, with
+// which 5 products are enough.
 //
 // Writes: forward out and lse, backward dq, dk and dv (every element, in bf16 or fp32).
 // Scratch: LseD (B, NH, Tq rounded up to whole tiles), which dq_kernel writes for dkdv_kernel.
@@ -74,6 +74,11 @@ constexpr int kThreads = 128;  // one warpgroup
 constexpr int Br = 64;
 constexpr int Bc = 128;
 constexpr int kRowBytes = 128;  // of a panel
+
+// Bytes of a panel of `Rows` rows. The descriptor of a tile that wgmma transposes needs them, to
+// find the second panel.
+template <int Rows>
+constexpr int kPanelBytes = Rows * kRowBytes;
 
 // 40 KB at HS 64, 80 KB at HS 128.
 template <int HS>
@@ -125,10 +130,10 @@ template <int Rows, int HS>
 __device__ void copy_tile(uint32_t tile, const CUtensorMap& map, uint32_t barrier, int row0,
                           const WorkTile& w) {
     for (int d = 0; d < HS; d += 64)
-        tma_load_4d(tile + d / 64 * Rows * kRowBytes, &map, barrier, d, w.h, row0, w.b);
+        tma_load_4d(tile + d / 64 * kPanelBytes<Rows>, &map, barrier, d, w.h, row0, w.b);
 }
 
-// The same alone in a phase of the barrier, which ends when all bytes have landed.
+// The same if the barrier's phase waits for this tile alone. It ends when all bytes have landed.
 template <int Rows, int HS>
 __device__ void load_tile(uint32_t tile, const CUtensorMap& map, uint32_t barrier, int row0,
                           const WorkTile& w) {
@@ -263,7 +268,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();  // the barriers are there for all
     const uint64_t q_tile = wgmma_descriptor(q_smem);
     const uint64_t k_tile = wgmma_descriptor(k_smem);
-    const uint64_t v_tile = wgmma_descriptor(v_smem, Bc * kRowBytes);
+    const uint64_t v_tile = wgmma_descriptor(v_smem, kPanelBytes<Bc>);
     mbarrier_wait(q_full, 0);
 
     // Of this lane's two rows. l is the sum of its own columns until the end.
@@ -272,11 +277,11 @@ __global__ void __launch_bounds__(kThreads)
     float l[2] = {};
     float s[Bc / 8][4];
     uint32_t p_regs[Bc / 16][4];
-    PipelineState<1> tile;  // of K and V
+    PipelineState<1> kv;  // how far the barriers of K and V are
     const int k_tiles = ceil_div<Bc>(min(Tk, q0 + Br + args.shift));
     for (int j = 0; j < k_tiles; j++) {
         const int k0 = j * Bc;
-        mbarrier_wait(k_full, tile.phase);
+        mbarrier_wait(k_full, kv.phase);
         start_abt<HS>(s, q_tile, k_tile);
         wgmma_wait<0>(s);
         __syncthreads();  // all warps are done with K, because wgmma_wait covers only this one
@@ -302,13 +307,13 @@ __global__ void __launch_bounds__(kThreads)
             exponentials(l[r], s, p_regs, r, m[r], args.scale_log2);
         }
 
-        mbarrier_wait(v_full, tile.phase);
+        mbarrier_wait(v_full, kv.phase);
         start_add_ab(o, p_regs, v_tile);
         wgmma_wait<0>(o);
         __syncthreads();  // all warps are done with V
         if (leader && j + 1 < k_tiles)
             load_tile<Bc, HS>(v_smem, v_map, v_full, k0 + Bc, w);
-        ++tile;
+        ++kv;
     }
 
     for (int r = 0; r < 2; r++) {
@@ -405,12 +410,12 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
     float dq[HS / 8][4] = {};
     mbarrier_wait(rows_full, 0);
     // Tile j of keys:
-    //   start S · start dP · P, while dP is computed · dS · dQ += dS K · load tile j + 2
+    //   start S; start dP; P, while dP is computed; dS; dQ += dS K; load tile j + 2
     for (int j = 0; j < k_tiles; j++) {
         const int k0 = j * kTile;
         const uint64_t k_tile = wgmma_descriptor(smem.k.address(j));
         const uint64_t v_tile = wgmma_descriptor(smem.v.address(j));
-        const uint64_t k_transposed = wgmma_descriptor(smem.k.address(j), kTile * kRowBytes);
+        const uint64_t k_transposed = wgmma_descriptor(smem.k.address(j), kPanelBytes<kTile>);
         smem.kv_full.wait(j);
         start_abt<HS>(s, q_tile, k_tile);
         start_abt<HS>(dp, dout_tile, v_tile);
@@ -506,14 +511,14 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
     float dv[HS / 8][4] = {};
     mbarrier_wait(rows_full, 0);
     // Tile i of queries:
-    //   start Sᵀ · start dPᵀ · Pᵀ, while dPᵀ is computed · start dV += Pᵀ dO · dSᵀ · dK += dSᵀ Q
-    //   · load tile i + 2
+    //   start Sᵀ; start dPᵀ; Pᵀ, while dPᵀ is computed; start dV += Pᵀ dO; dSᵀ; dK += dSᵀ Q;
+    //   load tile i + 2
     for (int i = 0; i < q_tiles; i++) {
         const int q0 = first_q0 + i * kTile;
         const uint64_t q_tile = wgmma_descriptor(smem.q.address(i));
         const uint64_t dout_tile = wgmma_descriptor(smem.dout.address(i));
-        const uint64_t q_transposed = wgmma_descriptor(smem.q.address(i), kTile * kRowBytes);
-        const uint64_t dout_transposed = wgmma_descriptor(smem.dout.address(i), kTile * kRowBytes);
+        const uint64_t q_transposed = wgmma_descriptor(smem.q.address(i), kPanelBytes<kTile>);
+        const uint64_t dout_transposed = wgmma_descriptor(smem.dout.address(i), kPanelBytes<kTile>);
         const LseDPair* lse_D = smem.lse_D[i] + lane % 4;  // of fragment n: lse_D[4 * n]
         smem.q_full.wait(i);
         start_abt<HS>(s, k_tile, q_tile);
