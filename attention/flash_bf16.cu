@@ -59,7 +59,7 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSub = 32;
 
-// Where tile j of the streamed operand is, of two stages.
+// Which of the two stages tile j of the streamed operand goes through.
 __device__ __forceinline__ int stage_index(int j) {
     return j & 1;
 }
@@ -116,8 +116,8 @@ struct DkdvTiles {
 // -------------------------------------------------------------------------------------------------
 // Softmax
 
-// How many of the tile's keys, from k0 on, query `row` sees, counted from this lane's first column
-// of an accumulator.
+// How many keys query `row` sees, counted from this lane's first column in a tile that starts at
+// key k0. So the query does not see element e of fragment n if 8·n + e % 2 ≥ visible_columns.
 __device__ __forceinline__ int visible_columns(const Problem<bf16>& p, int row, int k0) {
     return visible_keys(row, p.Tk, p.shift) - k0 - (threadIdx.x % 4) * 2;
 }
@@ -138,9 +138,9 @@ struct Softmax {
     // m keeps the exponentials in range and need not be the maximum. So m, O and l follow the
     // maximum only when some row of the warp has outgrown m by more than 2^8, which hardly ever
     // happens after the first tile.
-    template <int N, int D>
+    template <int N, int OutN>
     __device__ __forceinline__ void raise_max(float scale_log2, const float (&s)[M][N][4],
-                                              float (&o)[M][D][4]) {
+                                              float (&o)[M][OutN][4]) {
         float m_new[M][2];
         bool outgrown = false;
         for (int i = 0; i < M; i++)
@@ -181,8 +181,8 @@ struct Softmax {
     }
 
     // Divides O by l. Writes lse.
-    template <int D>
-    __device__ __forceinline__ void finish(float scale_log2, float (&o)[M][D][4],
+    template <int OutN>
+    __device__ __forceinline__ void finish(float scale_log2, float (&o)[M][OutN][4],
                                            float (&lse)[M][2]) {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
@@ -222,7 +222,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bf16* q = w.head<HS>(p.q);
     const bf16* k = w.head<HS>(p.k);
     const bf16* v = w.head<HS>(p.v);
-    // the last query sees the keys before this one
+    // Keys before k_end are those that the last query sees. (visible_tiles() is the same, but here
+    // it costs more instructions.)
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     const int k_tiles = ceil_div<Bc>(k_end);
 
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             q_rows.load(q_smem + warp_row * RowBytes, kk);
     }
 
-    // Tile j of keys: S · mask · raise m · P and O += P V, a k-step at a time.
+    // Tile j of keys: S; mask; raise m; P and O += P V, a k-step at a time.
     auto step = [&](int j, auto masked) {
         float s[M][Bc / 8][4] = {};
         const uint32_t k_tile = k_smem + stage_index(j) * TileBytes;
@@ -436,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
     }
 
-    // Keys [j·Bc + sub, j·Bc + sub + kSub): S and dP · P and dS · dQ += dS K.
+    // Keys [j·Bc + sub, j·Bc + sub + kSub): S and dP; P and dS; dQ += dS K.
     auto step = [&](int j, int sub, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t k_tile = k_smem + stage_index(j) * TileBytes + sub * RowBytes;
@@ -551,13 +552,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     float dk[M][HS / 8][4] = {};
     float dv[M][HS / 8][4] = {};
-    // Queries [j·Br + sub, j·Br + sub + kSub): Sᵀ · Pᵀ · dV += Pᵀ dO · dPᵀ · dSᵀ · dK += dSᵀ Q.
+    // Queries [j·Br + sub, j·Br + sub + kSub): Sᵀ; Pᵀ; dV += Pᵀ dO; dPᵀ; dSᵀ; dK += dSᵀ Q.
     auto step = [&](int j, int sub, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t q_tile = q_smem + stage_index(j) * TileBytes + sub * RowBytes;
         const uint32_t do_tile = q_tile + (do_smem - q_smem);
+        // S and dP are transposed: their rows are keys.
         float s[M][kSub / 8][4] = {};
-        float dp[M][kSub / 8][4];  // transposed: rows are keys
+        float dp[M][kSub / 8][4];
         uint32_t a[M][4];
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
@@ -628,7 +630,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     scale(dk, p.scale);
     store_rows<HS>(dk, smem, warp_row, w.head<HS>(args.dk) + k0 * args.dk.token_stride,
                    args.dk.token_stride, p.Tk - k0);
-    store_rows<HS>(dv, smem + Bc * RowBytes, warp_row,
+    store_rows<HS>(dv, smem + offsetof(SharedMemory, v), warp_row,
                    w.head<HS>(args.dv) + k0 * args.dv.token_stride, args.dv.token_stride,
                    p.Tk - k0);
 #endif
