@@ -80,8 +80,8 @@ struct Parameters {
 };
 
 // The results of forward, in N = B·T rows. In training every layer keeps its own for backward,
-// except those that backward recomputes (Sizes::kept_below). Otherwise all layers share one tensor,
-// which each overwrites.
+// except those that backward recomputes (Sizes::layers_unless_recomputed). Otherwise all layers
+// share one tensor, which each overwrites.
 template <class X>
 struct Activations {
     using A = Acc<X>;
@@ -92,29 +92,30 @@ struct Activations {
         using S = Activations;
         const size_t N = s.N;
         const size_t NC = N * s.C;
-        const int L = s.kept();
-        const int L_norms = s.kept_below(kRecomputeNorms);
-        const int L_act = s.kept_below(kRecomputeActivation);
+        const int L = s.layers();
+        const int L_qkv = s.layers_of_qkv();
+        const int L_norms = s.layers_unless_recomputed(kRecomputeNorms);
+        const int L_act = s.layers_unless_recomputed(kRecomputeActivation);
 
         TensorList t;
-        t.once("encoded", &S::encoded, NC);          // (N, C) wte + wpe
-        t.each("ln1", &S::ln1, NC, L_norms);         // (N, C)
-        t.each("ln1_mean", &S::ln1_mean, N, L);      // (N)
-        t.each("ln1_rstd", &S::ln1_rstd, N, L);      // (N)
-        t.each("qkv", &S::qkv, 3 * NC, s.cached());  // (N, 3, NH, HS), also the KV cache
-        t.each("atty", &S::atty, NC, L);             // (N, NH, HS)
-        t.each("lse", &S::lse, s.lse, L);            // (B, NH, T), or as the ring keeps it
-        t.each("att", &S::att, s.att, L);            // (B, NH, T, T), naive attention only
-        t.each("residual2", &S::residual2, NC, L);   // (N, C) after attention
-        t.each("ln2", &S::ln2, NC, L_norms);         // (N, C)
-        t.each("ln2_mean", &S::ln2_mean, N, L);      // (N)
-        t.each("ln2_rstd", &S::ln2_rstd, N, L);      // (N)
-        t.each("fch", &S::fch, 4 * NC, L);           // (N, 4C) before the activation function
-        t.each("act", &S::act, 4 * NC, L_act);       // (N, 4C) after it
-        t.each("residual3", &S::residual3, NC, L);   // (N, C) after the MLP
-        t.once("lnf", &S::lnf, NC);                  // (N, C)
-        t.once("lnf_mean", &S::lnf_mean, N);         // (N)
-        t.once("lnf_rstd", &S::lnf_rstd, N);         // (N)
+        t.once("encoded", &S::encoded, NC);         // (N, C) wte + wpe
+        t.each("ln1", &S::ln1, NC, L_norms);        // (N, C)
+        t.each("ln1_mean", &S::ln1_mean, N, L);     // (N)
+        t.each("ln1_rstd", &S::ln1_rstd, N, L);     // (N)
+        t.each("qkv", &S::qkv, 3 * NC, L_qkv);      // (N, 3, NH, HS), also the KV cache
+        t.each("atty", &S::atty, NC, L);            // (N, NH, HS)
+        t.each("lse", &S::lse, s.lse, L);           // (B, NH, T), or as the ring keeps it
+        t.each("att", &S::att, s.att, L);           // (B, NH, T, T), naive attention only
+        t.each("residual2", &S::residual2, NC, L);  // (N, C) after attention
+        t.each("ln2", &S::ln2, NC, L_norms);        // (N, C)
+        t.each("ln2_mean", &S::ln2_mean, N, L);     // (N)
+        t.each("ln2_rstd", &S::ln2_rstd, N, L);     // (N)
+        t.each("fch", &S::fch, 4 * NC, L);          // (N, 4C) before the activation function
+        t.each("act", &S::act, 4 * NC, L_act);      // (N, 4C) after it
+        t.each("residual3", &S::residual3, NC, L);  // (N, C) after the MLP
+        t.once("lnf", &S::lnf, NC);                 // (N, C)
+        t.once("lnf_mean", &S::lnf_mean, N);        // (N)
+        t.once("lnf_rstd", &S::lnf_rstd, N);        // (N)
         return t;
     }
 };

@@ -38,18 +38,18 @@ struct Sizes {
     size_t stats;           // elements of the statistics
     size_t scratch;         // bytes, for the layer that needs most
     size_t batch;           // ints in the micro-batches of a step
-    size_t own_parameters;  // in this rank's share of a sharded optimizer, otherwise all
-    size_t own_gradients;   // the same and a gate. 0 if gradients are summed in place
+    size_t own_parameters;  // in this rank's share, or all if the optimizer is not sharded
+    size_t own_gradients;   // the same and a gate, or 0 if gradients are summed in place
 
-    // TensorSpec::layers of an activation that backward reads: every layer keeps its own in
-    // training, otherwise all share one.
-    int kept() const { return training ? L : TensorSpec::kShared; }
-    // The same for one that backward recomputes at this level and above.
-    int kept_below(Recompute level) const {
-        return recompute < level ? kept() : TensorSpec::kShared;
+    // TensorSpec::layers of an activation that backward reads: in training every layer keeps its
+    // own, otherwise all layers share one.
+    int layers() const { return training ? L : TensorSpec::kShared; }
+    // The same for an activation that backward recomputes at this level and above.
+    int layers_unless_recomputed(Recompute level) const {
+        return recompute < level ? layers() : TensorSpec::kShared;
     }
-    // The same for qkv, which generation keeps, too: it is the KV cache.
-    int cached() const { return training || cache ? L : TensorSpec::kShared; }
+    // The same for qkv, which also generation keeps in every layer, as its KV cache.
+    int layers_of_qkv() const { return training || cache ? L : TensorSpec::kShared; }
 };
 
 // AdamW's state of this rank's share: both moments, and in bf16 the fp32 master weights. The arrays
