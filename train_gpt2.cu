@@ -247,18 +247,20 @@ struct GPT2 {
         X* lnf = activations().lnf;
         const X* wte = weights().wte;
         const Buffers<X> buffers = workspace();
-        // The gradient is that of the step's loss, a mean over all micro-batches of all ranks.
+        // The gradient is that of the step's loss, a mean over all micro-batches of all ranks. 0
+        // asks for no gradient.
         const A dloss = call.backward ? A(1) / (A(N) * num_losses()) : A(0);
 
-        for (size_t row = 0; row < N; row += sizes.chunk) {
-            const size_t n = std::min(sizes.chunk, N - row);
-            X* rows = lnf + row * C;
-            cross_entropy(dev, buffers.logits, buffers.token_losses + row, buffers.scratch, rows,
-                          wte, targets + row, dloss, n, C, V, Vp);
+        for (size_t first = 0; first < N; first += sizes.chunk) {
+            const size_t n = std::min(sizes.chunk, N - first);
+            X* x = lnf + first * C;  // (n, C)
+            cross_entropy(dev, buffers.logits, buffers.token_losses + first, buffers.scratch, x,
+                          wte, targets + first, dloss, n, C, V, Vp);
             if (call.backward) {
-                const bool accumulate = call.accumulate || row > 0;
-                cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits,
-                                       rows, wte, n, C, Vp, accumulate);
+                X* dx = x;
+                const bool accumulate = call.accumulate || first > 0;
+                cross_entropy_backward(dev, dx, gradients().wte, buffers.scratch, buffers.logits, x,
+                                       wte, n, C, Vp, accumulate);
             }
         }
         reduce_sum(dev, mean_loss, buffers.scratch, buffers.token_losses, A(1) / A(N), N);
@@ -272,7 +274,7 @@ struct GPT2 {
         // Adds the gradients of matmul weights to what is there, or overwrites it. All others are
         // always added.
         bool accumulate = false;
-        // Then sums the gradients over all ranks, after the last micro-batch of a step.
+        // Also sums the gradients over all ranks. This is for the last micro-batch of a step.
         bool sum = false;
     };
 
@@ -281,15 +283,17 @@ struct GPT2 {
         const size_t N = sizes.N;
         const int C = config.C;
         const Buffers<X> buffers = workspace();
-        const Activations<X> top = activations(config.L - 1);
+        // The last layer's tensors, and with them those outside of the layers.
+        const Activations<X> a = activations(config.L - 1);
         const Parameters<A> g = gradients(config.L - 1);
+        const X* dlnf = a.lnf;  // the classifier has written it there
 
-        // A layer norm's backward also sums the rows of the residual stream's gradient. That is the
-        // bias gradient of the projection whose output was added to the stream last.
+        // A layer norm's backward also sums the rows of the residual stream's gradient. The sum is
+        // the bias gradient of the projection that was the last to add to the stream: here the last
+        // layer's fcproj.
         dev.zero(buffers.dresidual, N * C * sizeof(X));
-        layernorm_backward(dev, buffers.dresidual, g.lnfw, g.lnfb, g.fcprojb, buffers.scratch,
-                           top.lnf, top.residual3, weights().lnfw, top.lnf_mean, top.lnf_rstd, N,
-                           C);
+        layernorm_backward(dev, buffers.dresidual, g.lnfw, g.lnfb, g.fcprojb, buffers.scratch, dlnf,
+                           a.residual3, weights().lnfw, a.lnf_mean, a.lnf_rstd, N, C);
         for (int l = config.L - 1; l >= 0; l--) {
             block_backward(l, call.accumulate);
             if (call.sum)
@@ -312,7 +316,7 @@ struct GPT2 {
         const Parameters<X> w = weights(l);
         const Parameters<A> g = gradients(l);
         const X* residual = l > 0 ? activations(l - 1).residual3 : a.encoded;
-        A* bias_below = l > 0 ? gradients(l - 1).fcprojb : nullptr;
+        A* fcprojb_below = l > 0 ? gradients(l - 1).fcprojb : nullptr;
 
         const Buffers<X> buffers = workspace();
         void* scratch = buffers.scratch;
@@ -320,16 +324,19 @@ struct GPT2 {
         const bool recomputes_act = recompute >= kRecomputeActivation;
         const bool recomputes_norms = recompute >= kRecomputeNorms;
 
-        // Two buffers hold one gradient after another, each until the next has been computed.
-        // (N, C): dln2, datty and dln1. They overwrite the gradient of lnf, which has been used.
+        // Two buffers, each for several gradients in turn.
+        // (N, C): dln2, then datty, then dln1. lnf's memory is free: its gradient has been used.
         X* narrow = a.lnf;
-        // (N, 4C): dfch and dqkv. They overwrite act or, if that is recomputed, the logits: then
-        // the same call writes dfch and act, and the classifier has no more use for its logits.
+        // (N, 4C): dfch, then dqkv, in act's memory. But if act is recomputed, one call writes both
+        // act and dfch. Then dfch has the memory of the logits, which the classifier has used.
         X* wide = recomputes_act ? buffers.logits : a.act;
 
-        // fcproj's weight gradient reads act: before dfch overwrites it, or once it is recomputed.
+        // Only the weight's gradient: matmul_activation_backward() below continues to dfch. This
+        // reads act, so it runs before dfch overwrites act, or after act has been recomputed.
         const auto fcproj_weight_gradient = [&] {
-            matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.act, nullptr, N, 4 * C, C,
+            X* const no_dact = nullptr;
+            const X* const no_weight = nullptr;  // only dact would need it
+            matmul_backward<X>(dev, no_dact, g.fcprojw, dresidual, a.act, no_weight, N, 4 * C, C,
                                accumulate);
         };
         if (!recomputes_act)
@@ -360,7 +367,7 @@ struct GPT2 {
         qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);
         X* dln1 = narrow;
         matmul_backward(dev, dln1, g.qkvw, dqkv, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
-        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln1, residual,
+        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, fcprojb_below, scratch, dln1, residual,
                            w.ln1w, a.ln1_mean, a.ln1_rstd, N, C);
     }
 
@@ -396,9 +403,9 @@ struct GPT2 {
     }
 
     // Writes zeros to all gradients except those of the matmul weights, which the first micro-batch
-    // overwrites.
+    // overwrites. Whatever lies between two matmul weights is cleared at once.
     void clear_gradients() {
-        size_t begin = 0;  // of the tensors that are to be cleared together, in bytes
+        size_t begin = 0;  // where the last matmul weight ends, in bytes
         const auto clear_until = [&](size_t end) {
             if (end > begin)
                 dev.zero(grads.base + begin, end - begin);
@@ -479,9 +486,9 @@ struct GPT2 {
     GPT2(const Dev& dev, const Config& config, const ModelSettings& settings,
          const Ranks<Dev>& ranks = {})
         : dev(dev), config(config), settings(settings), ranks(ranks) {
-        if (sequence() > config.max_T)
+        if (sequence_length() > config.max_T)
             throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less",
-                               sequence(), config.max_T, config.max_T));
+                               sequence_length(), config.max_T, config.max_T));
         check_attention<X>(dev, attention, config.HS(),
                            {.training = training, .context_parallel = ranks.context > 1});
         if (ranks.context > 1)
@@ -490,15 +497,17 @@ struct GPT2 {
                 attention_shape(), attention);
         sizes = tensor_sizes();
 
-        params = Arena("parameters", Parameters<X>::list(config), 1);
+        constexpr size_t kPacked = 1;          // a multiple of 1 byte: no gaps
+        constexpr size_t kVectorAligned = 16;  // which leaves no gaps between shares (can_shard())
+        params = Arena("parameters", Parameters<X>::list(config), kPacked);
         if (training) {
             TensorList list = Parameters<A>::list(config);
             list.push_back({.name = "loss",  // the gate
                             .dtype = dtype_of<A>(),
                             .rows = 1,
                             .cols = kGateElements});
-            grads = Arena("gradients", list, 1);
-            adam = Arena("optimizer", Optimizer<X>::list(sizes), 16);
+            grads = Arena("gradients", list, kPacked);
+            adam = Arena("optimizer", Optimizer<X>::list(sizes), kVectorAligned);
         }
         acts = Arena("activations", Activations<X>::list(sizes));
         buffers = Arena("buffers", Buffers<X>::list(sizes));
@@ -558,12 +567,14 @@ struct GPT2 {
         s.batch = micro_steps * batch_ints();
         s.own_parameters = num_parameters / shards();
         s.own_gradients = (training && ranks.sharded) ? s.own_parameters + kGateElements : 0;
+        // Enough for count_nonfinite() and checksum(), which need 8 bytes.
+        constexpr size_t kLeastScratch = 256;
         s.scratch =
             std::max({ring ? 0 : attention_scratch_bytes<X>(dev, attention, shape),
                       encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
                       qkv_bias_scratch_bytes(dev, C),
                       matmul_activation_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev),
-                      size_t(256), cross_entropy_scratch_bytes<X>(dev, s.chunk, C, config.Vp)});
+                      kLeastScratch, cross_entropy_scratch_bytes<X>(dev, s.chunk, C, config.Vp)});
         return s;
     }
 
@@ -586,17 +597,20 @@ struct GPT2 {
         if (!ring)
             return {};
         const Zigzag zigzag{ranks.context};
-        const int chunk = T / 2;
+        const int chunk_size = T / 2;
         const int rank = ranks.context_rank();
-        return {.chunk = chunk,
-                .early = zigzag.chunk(rank, 0) * chunk,
-                .late = zigzag.chunk(rank, 1) * chunk};
+        return {.chunk = chunk_size,
+                .early = zigzag.chunk(rank, 0) * chunk_size,
+                .late = zigzag.chunk(rank, 1) * chunk_size};
     }
 
-    bool tf32() const { return dev.tf32 && std::is_same_v<X, float>; }  // matmuls in TF32
-    int sequence() const { return T * ranks.context; }                  // tokens of a whole one
-    int shards() const { return ranks.sharded ? ranks.size : 1; }       // of the optimizer
-    std::vector<ParamRange> share(int rank) const {                     // of the parameters
+    // Whether matmuls run in TF32.
+    bool tf32() const { return dev.tf32 && std::is_same_v<X, float>; }
+    // The tokens of a whole sequence, on all ranks that share it.
+    int sequence_length() const { return T * ranks.context; }
+    // The shards of the optimizer, and a rank's share of the parameters.
+    int shards() const { return ranks.sharded ? ranks.size : 1; }
+    std::vector<ParamRange> share(int rank) const {
         return share_of(params.tensors, rank, shards(), ranks.overlap);
     }
 };
@@ -613,9 +627,9 @@ void train_step(Run<Model>& run) {
     model.upload(run.batches.current(), model.micro_steps);
     model.train_micro_batches();
     run.prepare_next_batches();  // while the GPU works
-    run.stop.send_flag();        // before update(), whose dev.mark() end_step() waits for
+    run.stop.send_flag();        // in time for the dev.mark() in update()
     model.update(run.o.adamw(run.step));
-    run.end_step();  // waits for the loss, prints and logs it
+    run.end_step();  // waits for the mark, then prints and logs the loss
 }
 
 constexpr int kProfileWarmUp = 5;  // steps before those that --profile records
@@ -671,7 +685,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     ranks.sharded = o.zero > 0 && ranks.size > 1;
     ranks.overlap = o.overlap > 0;
 
-    // Before any data is read, so that an impossible request is refused at once. This allocates
+    // The constructor refuses what is impossible, so it runs before any data is read. It allocates
     // nothing.
     GPT2<Dev, X> model(dev, config,
                        {.attention = o.kernel(),

@@ -23,7 +23,7 @@ void read_micro_batch(const Model& m, int* host, Loader& loader) {
     const int* from = whole.data();
     for (int part : {0, 1}) {  // tokens, targets
         for (int b = 0; b < m.B; b++) {
-            const int* sequence = from + part * all + size_t(b) * m.sequence();
+            const int* sequence = from + part * all + size_t(b) * m.sequence_length();
             for (int t = 0; t < m.T; t++)
                 host[part * N + size_t(b) * m.T + t] = sequence[positions.at(t)];
         }

@@ -83,6 +83,6 @@ void allocate_or_explain(Model& model) {
         advice += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
                              model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB,
-                             model.B, model.sequence(), by_arena(model, kGiB, 2).c_str(),
+                             model.B, model.sequence_length(), by_arena(model, kGiB, 2).c_str(),
                              advice.c_str()));
 }
