@@ -147,7 +147,7 @@ const std::string kStateTitle = "gpt2 training state, version ";
 constexpr int kStateVersion = 2;
 constexpr char kVersion1Magic[] = "gpt2stat";  // the format before this one
 constexpr size_t kMostHeadBytes = 1 << 16;
-constexpr char kChecksum[] = "\nchecksum: ";  // after the end of the line before
+constexpr char kChecksumLine[] = "\nchecksum: ";  // starts with the end of the line before it
 constexpr char kResumeFromAnother[] = "resume from another checkpoint or start over";
 constexpr char kOtherProgram[] = "resume with the program that wrote it";
 
@@ -203,47 +203,49 @@ Head read_head(const InputFile& file) {
                version, kOtherProgram);
 
     const size_t last_line_end = text.find("\n\n");
-    const size_t checksum_line = text.rfind(kChecksum, last_line_end);
-    if (last_line_end == std::string::npos || checksum_line == std::string::npos)
+    const size_t line_end_before = text.rfind(kChecksumLine, last_line_end);
+    if (last_line_end == std::string::npos || line_end_before == std::string::npos)
         refuse(file.path, "truncated or damaged",
                "a head that ends in a checksum and an empty line", "none", kResumeFromAnother);
-    const size_t digits = checksum_line + std::strlen(kChecksum);
+    const size_t digits = line_end_before + std::strlen(kChecksumLine);
 
     Head head;
-    head.bytes = last_line_end + 2;                 // both line ends
-    head.text = text.substr(0, checksum_line + 1);  // with the line end
+    head.bytes = last_line_end + 2;                   // both line ends
+    head.text = text.substr(0, line_end_before + 1);  // with that line end
     head.checksum = text.substr(digits, last_line_end - digits);
     std::istringstream lines(head.text);
     for (std::string each; std::getline(lines, each);) {
-        const size_t colon = each.find(": ");
+        const size_t colon = each.find(": ");  // the title has none
         if (colon != std::string::npos)
             head.values[each.substr(0, colon)] = each.substr(colon + 2);
     }
     return head;
 }
 
-// Calls f(name, stored, mine) for each field of a kind ("identity ", "recipe ") whose value in the
-// head is not that of this run. A field that only one of them has differs too, unless `implied` has
-// the value of a field that the head lacks.
+// Calls f(name, stored, mine) for each field whose value in the head, `stored`, is not this run's,
+// `mine`. In the head the fields' names follow `prefix` ("identity ", "recipe "). `implied` has
+// values for fields that the head may lack. Other than that, a field that only one of the two has
+// is a difference, too: to "nothing".
 template <class F>
-void for_each_difference(const Head& head, const std::string& kind, const Fields& mine,
+void for_each_difference(const Head& head, const std::string& prefix, const Fields& my_fields,
                          const Fields& implied, F f) {
-    std::map<std::string, std::string> stored;
+    std::map<std::string, std::string> stored_fields;
     for (const auto& [name, value] : head.values)
-        if (name.starts_with(kind))
-            stored[name.substr(kind.size())] = value;
+        if (name.starts_with(prefix))
+            stored_fields[name.substr(prefix.size())] = value;
     for (const auto& [name, value] : implied)
-        stored.emplace(name, value);  // does nothing if the head has the field
+        stored_fields.emplace(name, value);  // does nothing if the head has the field
 
-    for (const auto& [name, value] : mine) {
-        const auto found = stored.find(name);
-        const std::string before = found == stored.end() ? "nothing" : found->second;
-        if (before != value)
-            f(name, before, value);
-        stored.erase(name);
+    for (const auto& [name, mine] : my_fields) {
+        const auto found = stored_fields.find(name);
+        const std::string stored = found == stored_fields.end() ? "nothing" : found->second;
+        if (stored != mine)
+            f(name, stored, mine);
+        stored_fields.erase(name);
     }
-    for (const auto& [name, value] : stored)
-        f(name, value, "nothing");
+    // What is left, this run does not have.
+    for (const auto& [name, stored] : stored_fields)
+        f(name, stored, "nothing");
 }
 
 }  // namespace

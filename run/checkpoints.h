@@ -76,7 +76,8 @@ class Checkpoints {
         ranks_.set_timeout(0);  // rank 0's disk may take its time
         if (writer_.valid())
             finish_writing();
-        // Now rank 0 waits only for the others. They may still be waiting for its disk.
+        // From here on rank 0 waits only for the others, so its timeout is back. The others still
+        // wait for rank 0's disk.
         if (ranks_.rank == 0)
             ranks_.set_timeout(o_.timeout);
         saved_step_ = ranks_.broadcast(saved_step_);
@@ -156,7 +157,8 @@ class Checkpoints {
         const int step = static_cast<int>(counters.step);
         const std::string model_file = model_path(o_.output_dir, step);
         const std::string state_file = state_path(o_.output_dir, step);
-        // A file that the first try of this step has left may be overwritten by the second.
+        // save_at_the_end() may write a step twice. The second try may overwrite what the first
+        // left.
         if (tried_step_ != step && access(model_file.c_str(), F_OK) == 0)
             throw Error(model_file + ": is not this run's, and is not overwritten; move it away");
         tried_step_ = step;
@@ -214,8 +216,9 @@ class Checkpoints {
                 model_.dev.upload(piece.device + read.offset, read.data, read.bytes);
                 state->add(read.data, read.bytes);
             };
+            const size_t most_per_piece = piece.bytes;  // no limit
             stream_in(model_.dev, state->file, state->begin + piece.offset, piece.bytes,
-                      piece.bytes, upload);
+                      most_per_piece, upload);
         });
         if (state)
             state->check();
@@ -247,11 +250,13 @@ class Checkpoints {
     void read_parameters(const std::string& path, uint64_t expected) {
         const InputFile file(path);
         const size_t bytes = model_.params.bytes;
+        const size_t most_per_piece = bytes;  // no limit
         Checksum64 checksum(bytes);
-        stream_in(model_.dev, file, kHeaderBytes, bytes, bytes, [&](const FilePiece& piece) {
-            model_.dev.upload(model_.params.base + piece.offset, piece.data, piece.bytes);
-            checksum.add(piece.data, piece.bytes);
-        });
+        stream_in(model_.dev, file, kHeaderBytes, bytes, most_per_piece,
+                  [&](const FilePiece& piece) {
+                      model_.dev.upload(model_.params.base + piece.offset, piece.data, piece.bytes);
+                      checksum.add(piece.data, piece.bytes);
+                  });
         if (checksum.value() != expected)
             refuse(path, "damaged parameters", hex(expected), hex(checksum.value()), kRemove);
     }
@@ -269,9 +274,9 @@ class Checkpoints {
     Identity identity_;
     // The parameters, then the optimizer's state, in pinned memory. Null except on rank 0.
     char* snapshot_ = nullptr;
-    std::future<void> writer_;  // runs write()
-    int writing_step_ = -1;     // the step that it writes, or wrote last
-    int tried_step_ = -1;       // the last step whose checkpoint this process began to write
-    int saved_step_ = -1;       // the last step that has a complete checkpoint
-    std::exception_ptr prune_error_;
+    std::future<void> writer_;        // runs write()
+    int writing_step_ = -1;           // the step of the writer, or of the last one
+    int tried_step_ = -1;             // the last step whose files write() has begun to write
+    int saved_step_ = -1;             // the last step that has a complete checkpoint
+    std::exception_ptr prune_error_;  // of the writer, whose checkpoint is complete all the same
 };

@@ -52,27 +52,32 @@ void copy(Model& m, Direction direction, int r, A* own, A* whole, size_t n) {
 // call this together.
 template <class Model>
 void exchange(Model& m, Direction direction, const Window& window, typename Model::A* staged) {
-    const size_t n = m.num_parameters;
-    const size_t own_n = m.sizes.own_parameters;
-    auto* const own = m.optimizer().m;  // v and master follow without a gap
-    // 0: m, 1: v, 2: master
-    for (size_t array = window.begin / n; array * n < window.end; array++) {
-        const size_t array_begin = array * n;
-        const size_t first = std::max(window.begin, array_begin) - array_begin;
-        const size_t last = std::min(window.end, array_begin + n) - array_begin;
+    // Both the whole state and a rank's own consist of the arrays m (0), v (1) and master (2),
+    // without gaps.
+    const size_t whole_array = m.num_parameters;
+    const size_t own_array = m.sizes.own_parameters;
+    auto* const own = m.optimizer().m;
+
+    for (size_t array = window.begin / whole_array; array * whole_array < window.end; array++) {
+        const size_t whole_begin = array * whole_array;
+        const size_t own_begin = array * own_array;
+        // The window's parameters in this array are first … last - 1.
+        const size_t first = std::max(window.begin, whole_begin) - whole_begin;
+        const size_t last = std::min(window.end, whole_begin + whole_array) - whole_begin;
         for (int r = 0; r < m.ranks.size; r++) {
             if (m.ranks.rank != 0 && m.ranks.rank != r)
                 continue;
             for_each_part(m.share(r), first, last, [&](const SharePart& part) {
-                copy(m, direction, r, own + (array * own_n + part.state_begin),
-                     staged + (array_begin + part.begin - window.begin), part.size);
+                const size_t in_own = own_begin + part.state_begin;
+                const size_t in_window = whole_begin + part.begin - window.begin;
+                copy(m, direction, r, own + in_own, staged + in_window, part.size);
             });
         }
     }
 }
 
-// Calls f(window) for all windows of a sharded state. Each is a whole number of the checksum's
-// steps.
+// Calls f(window) for all windows of a sharded state. All but the last are whole steps of the
+// checksum.
 template <class Model, class F>
 void for_each_window(Model& m, F f) {
     using A = typename Model::A;

@@ -21,17 +21,17 @@ struct FilePiece {
 
 // Reads file[begin, begin + bytes) in order and calls use(piece) for each piece, while a thread
 // reads the next one. `use` may start an upload of the piece: its memory is not overwritten before
-// the device has done everything it was given. Pieces have at most `most` bytes and, but for the
-// last, are whole steps of a checksum.
+// the device has done everything it was given. Pieces have at most `most_per_piece` bytes and, but
+// for the last, are whole steps of a checksum.
 template <class Dev, class F>
-void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, size_t most,
-               F use) {
+void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes,
+               size_t most_per_piece, F use) {
     if (bytes == 0)
         return;
     constexpr size_t kStep = Checksum64::kStep;
     constexpr size_t kPiece = 32 << 20;
     const size_t needed = (bytes + kStep - 1) / kStep * kStep;
-    const size_t allowed = std::max(most / kStep, size_t(1)) * kStep;
+    const size_t allowed = std::max(most_per_piece / kStep, size_t(1)) * kStep;
     const size_t size = std::min({kPiece, needed, allowed});
 
     // Two buffers: one is used while the other is filled.
@@ -81,7 +81,8 @@ inline InitialDistribution initial_distribution(const TensorSpec& t, int L) {
     const std::string name = t.name;
     if (name == "attprojw" || name == "fcprojw")
         return {.mean = 0, .sigma = 0.02 / std::sqrt(2.0 * L)};
-    if (t.decays())
+    const bool is_weight = t.decays();  // a matrix or an embedding table
+    if (is_weight)
         return {.mean = 0, .sigma = 0.02};
     const bool norm_weight = name == "ln1w" || name == "ln2w" || name == "lnfw";
     return {.mean = norm_weight ? 1.0 : 0.0, .sigma = 0};
@@ -130,7 +131,8 @@ void load_as(Model& model, const InputFile& file) {
     auto* const master = model.optimizer().master;
     char* const staged = model.acts.base;
     const size_t bytes = model.num_parameters * sizeof(File);
-    stream_in(dev, file, kHeaderBytes, bytes, model.acts.bytes, [&](const FilePiece& piece) {
+    const size_t most_per_piece = model.acts.bytes;
+    stream_in(dev, file, kHeaderBytes, bytes, most_per_piece, [&](const FilePiece& piece) {
         const File* const values = reinterpret_cast<const File*>(staged);
         const size_t first = piece.offset / sizeof(File);
         const size_t count = piece.bytes / sizeof(File);
