@@ -15,17 +15,18 @@ void read_micro_batch(const Model& m, int* host, Loader& loader) {
     if (m.ranks.context == 1)
         return loader.next(host, host + N);
 
-    const size_t all = N * m.ranks.context;
-    std::vector<int> whole(2 * all);
-    loader.next(whole.data(), whole.data() + all);
+    const size_t group_N = N * m.ranks.context;  // tokens of the whole sequences
+    std::vector<int> whole(2 * group_N);
+    loader.next(whole.data(), whole.data() + group_N);
 
     const Positions positions = m.positions();
-    const int* from = whole.data();
     for (int part : {0, 1}) {  // tokens, targets
+        const int* from = whole.data() + part * group_N;
+        int* to = host + part * N;
         for (int b = 0; b < m.B; b++) {
-            const int* sequence = from + part * all + size_t(b) * m.sequence_length();
+            const int* sequence = from + size_t(b) * m.sequence_length();
             for (int t = 0; t < m.T; t++)
-                host[part * N + size_t(b) * m.T + t] = sequence[positions.at(t)];
+                to[size_t(b) * m.T + t] = sequence[positions.at(t)];
         }
     }
 }
@@ -76,7 +77,7 @@ class Batches {
     void prepare_next(bool is_last) {
         if (overfit_)
             return;
-        // The current step has read everything up to here, so a checkpoint of it resumes here.
+        // The loader is where the current step's data ends. A checkpoint of this step resumes here.
         position_ = loader_.state();
         if (is_last)
             return;

@@ -235,12 +235,13 @@ std::string take_for_terminal(std::string& text) {
     const auto starts_character = [&](size_t i) { return (text[i] & 0xC0) == 0xC0; };
     const auto continues_character = [&](size_t i) { return (text[i] & 0xC0) == 0x80; };
 
-    size_t end = text.size();
-    while (end > 0 && text.size() - end < 3 && continues_character(end - 1))
-        end--;
+    // Looks for the last character's first byte, which at most three others follow.
+    size_t rest = text.size();  // where the bytes after the first one begin
+    while (rest > 0 && text.size() - rest < 3 && continues_character(rest - 1))
+        rest--;
     const bool incomplete =
-        end > 0 && starts_character(end - 1) && character(text, end - 1).bytes == 0;
-    const size_t complete = incomplete ? end - 1 : text.size();
+        rest > 0 && starts_character(rest - 1) && character(text, rest - 1).bytes == 0;
+    const size_t complete = incomplete ? rest - 1 : text.size();
     const std::string result = for_terminal(text.substr(0, complete));
     text.erase(0, complete);
     return result;
@@ -324,7 +325,7 @@ void Log::write_pending() {
         return;
     const int fd = file_->fd;
     struct stat before;
-    const bool known =
+    const bool size_is_known =
         uninterrupted([&] { return fstat(fd, &before); }) == 0 && S_ISREG(before.st_mode);
 
     for (size_t done = 0; done < pending_.size();) {
@@ -334,7 +335,7 @@ void Log::write_pending() {
             // Removes what a full disk has accepted of these rows, so that the file ends in a whole
             // one.
             const Error error = file_error(file_->path, "write", errno);
-            if (known)
+            if (size_is_known)
                 uninterrupted([&] { return ftruncate(fd, before.st_size); });
             throw error;
         }

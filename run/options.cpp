@@ -121,8 +121,9 @@ std::string usage_of(const Option& option) {
     return format("  %-4s %s%s", letter.c_str(), option.name, argument);
 }
 
-// The second column of --help: the help text and, in parentheses, range and default. A default that
-// the help text mentions says more than the number, and a range without an end says little.
+// The second column of --help: the help text and, in parentheses, range and default. If the text
+// explains the default, the parentheses have neither, but always a Choice's names. A range without
+// an upper end says little, so it is left out, too.
 std::string help_with_notes(const Option& option) {
     const std::string range = option.range;
     const bool default_in_text = std::strstr(option.help, "default: ");

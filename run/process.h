@@ -67,8 +67,10 @@ inline void prepare_process() {
 
     static int out = STDOUT_FILENO;
     static int err = STDERR_FILENO;
-    stdout = fopencookie(&out, "w", {nullptr, write_all, nullptr, nullptr});
-    stderr = fopencookie(&err, "w", {nullptr, write_all, nullptr, nullptr});
+    // Functions to read, write, seek and close.
+    const cookie_io_functions_t functions = {nullptr, write_all, nullptr, nullptr};
+    stdout = fopencookie(&out, "w", functions);
+    stderr = fopencookie(&err, "w", functions);
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // line by line, also to files and pipes
     std::setvbuf(stderr, nullptr, _IONBF, 0);
 }

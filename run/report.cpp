@@ -9,7 +9,7 @@ double mfu_percent(size_t flops_per_token, double tokens_per_second, int ranks, 
 
 void StepReport::restart_timer(int done, int done_before) {
     step_start_ = now();
-    if (done <= done_before + 2) {
+    if (done <= done_before + kUnpacedSteps) {  // the pace starts anew
         paced_from_ = done;
         pace_start_ = step_start_;
         paced_seconds_ = 0;

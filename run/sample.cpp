@@ -28,19 +28,20 @@ int sample_token(std::vector<float> logits, const Sampling& s, double u) {
     if (s.top_k > 0 && static_cast<size_t>(s.top_k) < logits.size())
         keep_top_k(logits, s.top_k);
 
-    float top = logits[0];
-#pragma omp simd reduction(max : top)
+    float largest = logits[0];
+#pragma omp simd reduction(max : largest)
     for (size_t i = 0; i < logits.size(); i++)
-        top = std::max(top, logits[i]);
+        largest = std::max(largest, logits[i]);
 
-    std::vector<float>& p = logits;  // becomes the probabilities, times `sum`
+    std::vector<float>& p = logits;  // in place, each logit becomes its probability times `sum`
     double sum = 0;
     for (float& x : p) {
-        x = std::exp((x - top) / s.temperature);
+        x = std::exp((x - largest) / s.temperature);
         sum += x;
     }
 
-    // The first token whose cumulative probability exceeds u, or the last token.
+    // The first token whose cumulative probability exceeds u, or the last token. Both sides of the
+    // comparison are times `sum`.
     size_t token = 0;
     double cumulative = p[0];
     while (cumulative <= u * sum && token + 1 < p.size()) {

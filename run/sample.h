@@ -16,16 +16,17 @@ struct Sampling {
     int top_k = 0;  // 0: all tokens
 };
 
-// Draws a token from softmax(logits / temperature), restricted to the top_k largest. u is uniform
-// in [0, 1). With temperature 0 it is the largest.
+// Draws a token from softmax(logits / temperature), restricted to the top_k largest logits, with u
+// uniform in [0, 1). With temperature 0, returns the token with the largest logit.
 int sample_token(std::vector<float> logits, const Sampling& s, double u);
 
-// The first of n tokens that a model with T positions sees. It sees a window of at most T tokens. A
-// text that outgrows the window moves it forward to the most recent half.
+// Of a text of n tokens a model with T positions sees only a window, the last T tokens or fewer.
+// Returns where it begins. When a text outgrows its window, the window moves on and keeps only the
+// most recent half, so that it moves rarely: each move makes the KV cache useless.
 inline int window_begin(int n, int T) {
     if (n <= T)
         return 0;
-    // The window moves when it would have T + 1 tokens, and then has only half as many.
+    // The window moves when it would have T + 1 tokens, and then has half of these.
     const int tokens_after_move = (T + 1) / 2;
     const int stride = T + 1 - tokens_after_move;
     const int moves = (n - T + stride - 1) / stride;  // rounded up

@@ -10,6 +10,7 @@
 
 std::vector<Option> Options::table() {
     using O = Option;
+    // Name, letter, kind, value, help, range and, where a group begins, its heading.
     return {
         {"--train-data", "-i", O::Path, &train_data,
          "token shards (a glob) or a text file; default: the built-in corpus", "", "data"},
@@ -196,16 +197,16 @@ int modes_that_use(const std::string& option) {
 
 void check_all_are_used(const Options& o, const std::vector<Option>& table) {
     Mode mode = kTrain;
-    const char* does = "a run that trains";
+    const char* beginning = "a run that trains";  // of the message
     if (o.eval_only) {
         mode = kEvaluate;
-        does = "--eval-only validates the model of -e on -j, and";
+        beginning = "--eval-only validates the model of -e on -j, and";
     } else if (o.generate > 0) {
         mode = kGenerate;
-        does = "--generate writes texts on one device, and";
+        beginning = "--generate writes texts on one device, and";
     } else if (o.profile > 0) {
         mode = kProfile;
-        does = "--profile writes nothing, and";
+        beginning = "--profile writes nothing, and";
     }
 
     std::string unused;
@@ -213,7 +214,7 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table) {
         if (option.given && (modes_that_use(option.name) & mode) == 0)
             unused += (unused.empty() ? "" : ", ") + title(option);
     if (!unused.empty())
-        throw UsageError(format("%s would ignore: %s; leave that out", does, unused.c_str()));
+        throw UsageError(format("%s would ignore: %s; leave that out", beginning, unused.c_str()));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int ranks) {
     const long long least = micro_batch * groups;  // tokens per step
     const std::string product =
         format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, groups);
-    if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
+    if (micro_batch > INT_MAX / 4)  // the encoder's plan has over 3 ints a row, and counts in ints
         throw UsageError(product +
                          " is too many tokens for a micro-batch: use a smaller -b with -d");
     if (least > INT_MAX)

@@ -80,7 +80,7 @@ struct Run {
     void describe() const {
         Options settings = o;  // a copy, because table() is for writing as well
         Options defaults;
-        if (ranks.size == 1) {  // a single rank has no use for these
+        if (ranks.size == 1) {  // has no use for these, so they are not to be printed
             defaults.zero = o.zero;
             defaults.overlap = o.overlap;
         }
@@ -182,7 +182,7 @@ struct Run {
     void begin_step() {
         report.restart_timer(step, first_step);
         checkpoints.poll();
-        g_step = step + 1;
+        g_step = step + 1;  // for the watchdog's message
         ranks.set_timeout(step > first_step ? o.timeout : o.first_timeout());
     }
 
