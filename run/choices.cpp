@@ -12,9 +12,9 @@ constexpr char kMakeAgain[] = "make the file with data/hellaswag.py";
 
 // Reads the examples behind the header, one number after another. Every read says which range it
 // expects.
-class ChoiceReader {
+class QuestionReader {
   public:
-    ChoiceReader(const InputFile& file, int vocab, int max_T)
+    QuestionReader(const InputFile& file, int vocab, int max_T)
         : path_(file.path),
           vocab_(vocab),
           max_T_(max_T),
@@ -22,23 +22,23 @@ class ChoiceReader {
         file.read(kHeaderBytes, stream_.data(), stream_.size() * sizeof(uint16_t));
     }
 
-    Choice next_choice() {
-        Choice choice;
+    Question next_question() {
+        Question question;
         next("start of an example", kStart, kStart);
         next("size of an example", 0, 65535);
-        choice.index = next("index", 0, 65535);
-        choice.label = next("label", 0, 65535);
-        const int endings = next("number of endings", choice.label + 1, kMostEndings);
-        choice.context = next_tokens("length of a context");
+        question.index = next("index", 0, 65535);
+        question.label = next("label", 0, 65535);
+        const int endings = next("number of endings", question.label + 1, kMostEndings);
+        question.context = next_tokens("length of a context");
         for (int e = 0; e < endings; e++) {
-            choice.endings.push_back(next_tokens("length of an ending"));
+            question.endings.push_back(next_tokens("length of an ending"));
             // The last token is only predicted.
-            const size_t length = choice.context.size() + choice.endings.back().size() - 1;
+            const size_t length = question.context.size() + question.endings.back().size() - 1;
             if (length > static_cast<size_t>(max_T_))
                 fail("length of an example", format("at most T = %d tokens", max_T_), length,
                      "give a larger -t");
         }
-        return choice;
+        return question;
     }
 
     size_t offset() const { return kHeaderBytes + at_ * sizeof(uint16_t); }  // in the file
@@ -78,7 +78,7 @@ class ChoiceReader {
 
 }  // namespace
 
-std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) {
+std::vector<Question> read_questions(const std::string& path, int vocab, int max_T) {
     const InputFile file(path);
     int32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
@@ -88,16 +88,16 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
         refuse(path, "wrong version at offset 4", kVersion, header[1], kMakeAgain);
     const int examples = header[2];
 
-    ChoiceReader reader(file, vocab, max_T);
-    std::vector<Choice> choices;
+    QuestionReader reader(file, vocab, max_T);
+    std::vector<Question> questions;
     for (int i = 0; i < examples; i++)
-        choices.push_back(reader.next_choice());
+        questions.push_back(reader.next_question());
 
     const size_t expected = reader.offset();
     if (file.size != expected)
         refuse(path, "too long", format("%zu bytes for %d examples", expected, examples), file.size,
                kMakeAgain);
-    if (choices.empty())
+    if (questions.empty())
         throw Error(format("%s: no examples", path.c_str()));
-    return choices;
+    return questions;
 }

@@ -6,13 +6,14 @@
 #include <string>
 #include <vector>
 
-struct Choice {
+// An example: a context and several endings, one of which is right.
+struct Question {
     int index = 0;
-    int label = 0;  // the right ending
+    int label = 0;  // the index of the right ending
     std::vector<int> context;
     std::vector<std::vector<int>> endings;
 };
 
 // Throws an Error with file, offset, expected and found if the file is damaged or does not fit the
 // model.
-std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T);
+std::vector<Question> read_questions(const std::string& path, int vocab, int max_T);

@@ -92,15 +92,15 @@ Validation validate(Model& model, Loader& loader, int max_batches) {
 // Multiple choice
 
 // An ending of a question. It is one sequence of a batch: the question's context, then the ending.
-struct EndingOfChoice {
-    size_t choice;
+struct EndingOfQuestion {
+    size_t question;
     size_t ending;
 };
 
 // Writes the sequence's inputs and targets. Whatever follows the ending stays as it is.
-inline void write_sequence(const Choice& choice, size_t ending, int* inputs, int* targets) {
-    std::vector<int> text = choice.context;
-    const std::vector<int>& rest = choice.endings[ending];
+inline void write_sequence(const Question& question, size_t ending, int* inputs, int* targets) {
+    std::vector<int> text = question.context;
+    const std::vector<int>& rest = question.endings[ending];
     text.insert(text.end(), rest.begin(), rest.end());
     std::copy(text.begin(), text.end() - 1, inputs);
     std::copy(text.begin() + 1, text.end(), targets);
@@ -109,24 +109,25 @@ inline void write_sequence(const Choice& choice, size_t ending, int* inputs, int
 // The mean loss of the ending's tokens, given the losses of a sequence's positions. The ending's
 // first token is predicted at the last position of the context.
 template <class A>
-double ending_loss(const Choice& choice, size_t ending, const A* losses) {
-    const A* const first = losses + choice.context.size() - 1;
-    const size_t n = choice.endings[ending].size();
+double ending_loss(const Question& question, size_t ending, const A* losses) {
+    const A* const first = losses + question.context.size() - 1;
+    const size_t n = question.endings[ending].size();
     return std::accumulate(first, first + n, 0.0) / n;
 }
 
-// result[i][e] is the mean loss of the tokens of ending e after the context of choice i. The ending
-// with the lowest loss is the model's answer.
+// result[i][e] is the mean loss of the tokens of ending e after the context of question i. The
+// ending with the lowest loss is the model's answer.
 template <class Model>
-std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
+std::vector<std::vector<double>> ending_losses(Model& model,
+                                               const std::vector<Question>& questions) {
     Range range("multiple choice");
     const size_t B = model.B;
     const size_t T = model.T;
     const size_t N = B * T;
-    std::vector<EndingOfChoice> sequences;  // of all batches
-    for (size_t i = 0; i < choices.size(); i++)
-        for (size_t e = 0; e < choices[i].endings.size(); e++)
-            sequences.push_back({.choice = i, .ending = e});
+    std::vector<EndingOfQuestion> sequences;  // of all batches
+    for (size_t i = 0; i < questions.size(); i++)
+        for (size_t e = 0; e < questions[i].endings.size(); e++)
+            sequences.push_back({.question = i, .ending = e});
 
     std::vector<double> means(sequences.size());  // 0 if another rank computes it
     std::vector<int> host(model.batch_ints());
@@ -142,22 +143,22 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         for (size_t s = first; s < last; s++) {
             int* const inputs = host.data() + (s - first) * T;
             int* const targets = inputs + N;
-            write_sequence(choices[sequences[s].choice], sequences[s].ending, inputs, targets);
+            write_sequence(questions[sequences[s].question], sequences[s].ending, inputs, targets);
         }
         model.upload(host.data(), 1);
         model.evaluate_micro_batch(0);
         note_progress();
         model.dev.download(token_losses.data(), model.token_losses(), N * sizeof(token_losses[0]));
         for (size_t s = first; s < last; s++)
-            means[s] = ending_loss(choices[sequences[s].choice], sequences[s].ending,
+            means[s] = ending_loss(questions[sequences[s].question], sequences[s].ending,
                                    token_losses.data() + (s - first) * T);
     }
     model.ranks.sum_over_ranks(means);
     note_progress();
 
-    std::vector<std::vector<double>> result(choices.size());
+    std::vector<std::vector<double>> result(questions.size());
     for (size_t s = 0; s < sequences.size(); s++)
-        result[sequences[s].choice].push_back(means[s]);
+        result[sequences[s].question].push_back(means[s]);
     return result;
 }
 
@@ -167,10 +168,10 @@ inline int answer(const std::vector<double>& ending_losses) {
 }
 
 inline int count_correct(const std::vector<std::vector<double>>& losses,
-                         const std::vector<Choice>& choices) {
+                         const std::vector<Question>& questions) {
     int correct = 0;
-    for (size_t i = 0; i < choices.size(); i++)
-        if (answer(losses[i]) == choices[i].label)
+    for (size_t i = 0; i < questions.size(); i++)
+        if (answer(losses[i]) == questions[i].label)
             correct++;
     return correct;
 }
@@ -190,7 +191,7 @@ class Evaluation {
         if (o.sample_every && model.ranks.rank == 0)
             prompt_ = start_of_text(tokenizer, o.prompt, V);
         if (!o.hellaswag.empty())
-            choices_ = read_choices(o.hellaswag, V, o.T);
+            questions_ = read_questions(o.hellaswag, V, o.T);
     }
 
     const Loader* loader() const { return val_.get(); }  // null without validation data
@@ -202,7 +203,7 @@ class Evaluation {
         if (is_due(o_.val_every, step)) {
             if (val_)
                 stop_.defer_error([&] { validate(step); });
-            if (!choices_.empty())
+            if (!questions_.empty())
                 answer_questions(step);
         }
         // Meanwhile the other ranks wait in the next step.
@@ -222,8 +223,8 @@ class Evaluation {
     }
 
     void answer_questions(int step) {
-        const int correct = count_correct(ending_losses(model_, choices_), choices_);
-        const int all = static_cast<int>(choices_.size());
+        const int correct = count_correct(ending_losses(model_, questions_), questions_);
+        const int all = static_cast<int>(questions_.size());
         std::printf("step %d/%d | hellaswag %d of %d, %.2f%%\n", step, o_.max_steps, correct, all,
                     100. * correct / all);
         stop_.defer_error([&] {
@@ -251,6 +252,6 @@ class Evaluation {
     Log& log_;
     std::unique_ptr<Loader> val_;
     std::vector<int> prompt_;  // that samples continue
-    std::vector<Choice> choices_;
+    std::vector<Question> questions_;
     double loss_ = NAN;
 };

@@ -17,18 +17,18 @@
 #include "run/weights.h"
 
 // Prints the answer to each question, with the losses that it follows from, and how many are right.
-inline void print_answers(const std::vector<Choice>& choices,
+inline void print_answers(const std::vector<Question>& questions,
                           const std::vector<std::vector<double>>& losses) {
-    for (size_t i = 0; i < choices.size(); i++) {
+    for (size_t i = 0; i < questions.size(); i++) {
         std::string line;
         for (double loss : losses[i])
             line += format(" %.6f", loss);
-        std::printf("question %d | answer %d | label %d | losses%s\n", choices[i].index,
-                    answer(losses[i]), choices[i].label, line.c_str());
+        std::printf("question %d | answer %d | label %d | losses%s\n", questions[i].index,
+                    answer(losses[i]), questions[i].label, line.c_str());
     }
-    const int correct = count_correct(losses, choices);
-    std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(),
-                100.0 * correct / choices.size());
+    const int correct = count_correct(losses, questions);
+    std::printf("hellaswag %d of %zu, %.2f%%\n", correct, questions.size(),
+                100.0 * correct / questions.size());
 }
 
 // --eval-only prints the loss over the whole validation data, and the answers to the questions of
@@ -40,12 +40,12 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
     Model model(dev, config, {.attention = o.kernel(), .B = o.B, .T = o.T / ranks.context}, ranks);
 
-    std::vector<Choice> choices;
+    std::vector<Question> questions;
     if (!o.hellaswag.empty())
-        choices = read_choices(o.hellaswag, config.V, o.T);
+        questions = read_questions(o.hellaswag, config.V, o.T);
     std::unique_ptr<Loader> val;
     double floor = NAN;
-    if (choices.empty() || !o.val_data.empty()) {
+    if (questions.empty() || !o.val_data.empty()) {
         const Data data = o.val_data.empty() ? find_data(o) : Data{.val = o.val_data};
         if (data.val.empty())
             throw UsageError("--eval-only with -i needs validation data: give it with -j");
@@ -66,8 +66,8 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
         std::printf("val loss %.6f over %zu sequences of %d tokens%s\n", loss, windows, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
     }
-    if (!choices.empty())
-        print_answers(choices, ending_losses(model, choices));
+    if (!questions.empty())
+        print_answers(questions, ending_losses(model, questions));
     return 0;
 }
 

@@ -37,8 +37,8 @@ class StepReport {
     // The first steps of a process do not count for the pace, because they make plans, connections
     // and a CUDA graph.
     static constexpr int kUnpacedSteps = 2;
-    int paced_from_ = 0;     // steps done when counting started
-    int paced_to_ = 0;       // steps done so far
-    double pace_start_ = 0;  // for the ETA, which includes what is between steps: validation, …
+    int paced_from_ = 0;        // steps done when counting started
+    int paced_to_ = 0;          // steps done so far
+    double pace_start_ = 0;     // for the ETA, which includes what is between steps: validation, …
     double paced_seconds_ = 0;  // for the tokens per second: the time in steps alone
 };

@@ -245,28 +245,28 @@ inline std::string write_shard(const std::string& path, const std::vector<int>& 
 
 // Writes questions in the format of run/choices.h: a header, then an example for each question,
 // which begins with five numbers. Each text has its length before its tokens.
-inline void write_choices(const std::string& path, const std::vector<Choice>& choices) {
+inline void write_questions(const std::string& path, const std::vector<Question>& questions) {
     constexpr uint16_t kStart = 65535;
     int32_t longest = 0;
     std::vector<uint16_t> all;
-    for (const Choice& c : choices) {
+    for (const Question& q : questions) {
         std::vector<uint16_t> texts;
         const auto append = [&](const std::vector<int>& text) {
             texts.push_back(static_cast<uint16_t>(text.size()));
             texts.insert(texts.end(), text.begin(), text.end());
         };
-        append(c.context);
-        for (const std::vector<int>& ending : c.endings)
+        append(q.context);
+        for (const std::vector<int>& ending : q.endings)
             append(ending);
 
         const size_t bytes = 2 * (5 + texts.size());
         longest = std::max<int32_t>(longest, static_cast<int32_t>(bytes));
         for (const size_t number :
-             {size_t(kStart), bytes, size_t(c.index), size_t(c.label), c.endings.size()})
+             {size_t(kStart), bytes, size_t(q.index), size_t(q.label), q.endings.size()})
             all.push_back(static_cast<uint16_t>(number));
         all.insert(all.end(), texts.begin(), texts.end());
     }
-    const auto count = static_cast<int32_t>(choices.size());
+    const auto count = static_cast<int32_t>(questions.size());
     write_file(path, header_of({20240522, 1, count, longest}) + bytes_of(all));
 }
 

@@ -662,34 +662,34 @@ TEST(tokenizer_cuts_contractions) {
     check("'xab", "|'|xab");
 }
 
-static const std::vector<Choice> kChoices = {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}},
-                                             {8, 0, {256}, {{0}, {250, 3}}}};
+static const std::vector<Question> kQuestions = {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}},
+                                                 {8, 0, {256}, {{0}, {250, 3}}}};
 static GoodFile good_choices() {
-    return {[](const std::string& path) { write_choices(path, kChoices); },
-            [](const std::string& path) { read_choices(path, 257, 64); }};
+    return {[](const std::string& path) { write_questions(path, kQuestions); },
+            [](const std::string& path) { read_questions(path, 257, 64); }};
 }
 
 TEST(choices) {
     const GoodFile file = good_choices();
     const size_t longest = 40;  // bytes of an example
     CHECK(file.bytes.compare(0, 1024, header_of({20240522, 1, 2, longest})) == 0);
-    const std::vector<Choice> read = read_choices(file.path, 257, 64);
+    const std::vector<Question> read = read_questions(file.path, 257, 64);
     CHECK(read.size() == 2);
     for (size_t i = 0; i < read.size(); i++) {
-        const auto parts = [](const Choice& c) {
+        const auto parts = [](const Question& c) {
             return std::tie(c.index, c.label, c.context, c.endings);
         };
-        CHECK(parts(read[i]) == parts(kChoices[i]));
+        CHECK(parts(read[i]) == parts(kQuestions[i]));
     }
 }
 
 TEST(choices_that_do_not_fit_the_model) {
     const std::string path = good_choices().path;
-    CHECK_ERROR(read_choices(path, 256, 64),
+    CHECK_ERROR(read_questions(path, 256, 64),
                 path + ": token at offset 1076: expected 0..255, found 256");
-    CHECK_ERROR(read_choices(path, 257, 4),
+    CHECK_ERROR(read_questions(path, 257, 4),
                 "length of an example at offset 1060: expected at most T = 4 tokens");
-    CHECK(read_choices(path, 257, 5).size() == 2);  // the last token is only predicted
+    CHECK(read_questions(path, 257, 5).size() == 2);  // the last token is only predicted
 }
 
 TEST(choices_errors) {
@@ -701,13 +701,13 @@ TEST(choices_errors) {
     file.poke(1032, '\x44', "number of endings at offset 1032: expected 2..64, found 68");
     for (const char* more : {"x", "xx"})
         file.check(file.bytes + more, format("too long: expected %zu bytes", file.bytes.size()));
-    write_choices(file.path, {});
+    write_questions(file.path, {});
     CHECK_ERROR(file.read(file.path), file.path + ": no examples");
 
     // Without a token there is nothing to predict, and nothing to predict it from.
-    write_choices(file.path, {{1, 0, {}, {{1}, {2}}}});
+    write_questions(file.path, {{1, 0, {}, {{1}, {2}}}});
     CHECK_ERROR(file.read(file.path), "length of a context at offset 1034");
-    write_choices(file.path, {{1, 0, {5}, {{1}, {}}}});
+    write_questions(file.path, {{1, 0, {5}, {{1}, {}}}});
     CHECK_ERROR(file.read(file.path), "length of an ending at offset 1042");
 }
 

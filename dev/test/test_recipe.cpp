@@ -124,7 +124,7 @@ struct Gpt2 {
     }
 
     // For each ending the mean loss of its tokens, without those of the context.
-    Vec ending_losses(const Choice& question) {
+    Vec ending_losses(const Question& question) {
         Vec means;
         for (const Tokens& ending : question.endings) {
             Tokens text = question.context;
@@ -159,8 +159,8 @@ std::vector<Tokens> val_windows(int n) {
     return windows;
 }
 
-const std::vector<Choice> kQuestions = [] {
-    std::vector<Choice> questions(7);
+const std::vector<Question> kQuestions = [] {
+    std::vector<Question> questions(7);
     for (int i = 0; i < 7; i++) {
         questions[i].index = i;
         questions[i].label = (i * 5 + 1) % 4;
@@ -168,7 +168,7 @@ const std::vector<Choice> kQuestions = [] {
         for (int e = 0; e < 4; e++)
             questions[i].endings.push_back(make_tokens(2 + (i + 3 * e) % 5, 50 + 4 * i + e));
     }
-    write_choices(dir() + "/choices.bin", questions);
+    write_questions(dir() + "/choices.bin", questions);
     return questions;
 }();
 
@@ -391,7 +391,7 @@ void check_validation(Gpt2& model, const Options& o, const std::string& out, int
         return;
 
     int correct = 0;
-    for (const Choice& q : kQuestions)
+    for (const Question& q : kQuestions)
         correct += answer_of(model.ending_losses(q)) == q.label ? 1 : 0;
     CHECK_NEAR(value(row_at(out, "hellaswag", step), "correct"), correct, 0);
 }
@@ -601,7 +601,7 @@ namespace {
 // The loss of each ending, and the answer, as --eval-only prints them.
 void check_answers(Gpt2& model, const std::string& printed) {
     int correct = 0;
-    for (const Choice& q : kQuestions) {
+    for (const Question& q : kQuestions) {
         const Vec losses = model.ending_losses(q);
         const int answer = answer_of(losses);
         correct += answer == q.label ? 1 : 0;

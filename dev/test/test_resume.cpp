@@ -45,7 +45,7 @@ std::string options(int steps = kSteps) {
 std::string asking_options() {
     static const std::string path = dir() + "/question.bin";
     if (!exists(path))
-        write_choices(path, {{0, 1, {7, 8, 9}, {{1, 2}, {3, 4, 5}, {6}}}});
+        write_questions(path, {{0, 1, {7, 8, 9}, {{1, 2}, {3, 4, 5}, {6}}}});
     return options() + "--hellaswag " + path + " ";
 }
 
