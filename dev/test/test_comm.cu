@@ -140,7 +140,8 @@ TEST(nccl_collectives) {
                 comm.recv(0, passed_on.ptr, n * sizeof(float));
             comm.join();
 
-            const auto of_all = [=](size_t i) { return value(static_cast<int>(i / n), i % n); };
+            // A rank's part of `all` begins at element rank·n, and so do its values.
+            const auto of_all = [=](size_t i) { return value(static_cast<int>(i / n), i); };
             const auto of_first = [](size_t i) { return value(0, i); };
             const auto sum = [=](size_t i) { return sum_of_values(size, 0, i); };
             const auto own_sum = [=](size_t i) { return sum_of_values(size, 0, rank * n + i); };
@@ -159,7 +160,7 @@ TEST(nccl_collectives) {
                 host[rank * n + i] = static_cast<float>(mine(i));
             comm.host_all_gather(host.data(), n * sizeof(float));
             for (size_t i = 0; i < host.size(); i++)
-                CHECK(host[i] == of_all(i));
+                CHECK(host[i] == value(static_cast<int>(i / n), i % n));
 
             check_sums_have_the_same_bits(dev, comm, n);
         }
