@@ -17,7 +17,8 @@ background=
 # Threads that spin while they wait for each other take cores that other programs need.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 # The reference's small models gain nothing from more than 16 threads: those of 64 cores mostly wait
-# for each other.
+# for each other. But test_attention's references are long sequences, a thread a row.
+attention_threads=${OMP_NUM_THREADS:-$cores}
 [ "$cores" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
 
 . "$(dirname "$0")/within.sh"
@@ -105,7 +106,7 @@ for program in $before; do
     report "$program"
 done
 for program in $longest; do
-    run "$program" &
+    (export OMP_NUM_THREADS="$attention_threads"; run "$program") &
 done
 for program in $foreground; do
     run "$program"
