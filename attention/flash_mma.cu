@@ -177,18 +177,6 @@ __device__ float dot2(uint32_t a, uint32_t b) {
 // -------------------------------------------------------------------------------------------------
 // Softmax, of row r = 0 or 1 of this lane's two
 
-// Raises m to the largest S so far. Returns e^{m−m'}.
-template <int N>
-__device__ float raise_max(float& m, const float (&s)[N][4], int r, float scale_log2) {
-    float m_new = m;
-    for (int n = 0; n < N; n++)
-        m_new = fmaxf(m_new, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-    m_new = quad_max(m_new);
-    const float rescale = exp2_approx((m - m_new) * scale_log2);
-    m = m_new;
-    return rescale;
-}
-
 // S becomes P, and l grows by this lane's part of its row sum.
 template <int N>
 __device__ void exponentials(float& l, float (&s)[N][4], int r, float m, float scale_log2) {

@@ -39,3 +39,16 @@ __device__ __forceinline__ void scale_row(float (&c)[N][4], int r, float factor)
         c[n][2 * r + 1] *= factor;
     }
 }
+
+// The online softmax of row r: raises m to the largest S so far, and returns e^{m−m'}.
+template <int N>
+__device__ __forceinline__ float raise_max(float& m, const float (&s)[N][4], int r,
+                                           float scale_log2) {
+    float m_new = m;
+    for (int n = 0; n < N; n++)
+        m_new = fmaxf(m_new, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+    m_new = quad_max(m_new);
+    const float rescale = exp2_approx((m - m_new) * scale_log2);
+    m = m_new;
+    return rescale;
+}
