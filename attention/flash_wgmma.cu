@@ -321,6 +321,11 @@ template <class Y>
 struct BackwardArgs : CallArgs<AttentionBackward<bf16, Y>> {
     LseD* lse_D = static_cast<LseD*>(this->scratch);  // (B, NH, padded_Tq)
     int padded_Tq = ceil_div(this->s.Tq, kTile) * kTile;
+
+    // A head's, by query.
+    __device__ __forceinline__ LseD* lse_D_of(const WorkTile& w) const {
+        return lse_D + static_cast<size_t>(w.bh) * padded_Tq;
+    }
 };
 
 // lse and D of row `row`, which this lane's quad shares. Past the last query lse is +inf, so that P
@@ -386,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
         lse_log2[r] = x.lse_log2;
         D[r] = x.D;
         if (lane % 4 == 0)
-            args.lse_D[static_cast<size_t>(w.bh) * args.padded_Tq + row] = x;
+            args.lse_D_of(w)[row] = x;
     }
 
     const uint64_t q_tile = wgmma_descriptor(smem_address(smem.q));
@@ -470,8 +475,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
         smem.q_full.arrive_expect(i, 2 * kTileBytes + kLseDBytes);
         copy_tile<kTile, HS>(smem.q.address(i), q_map, full, q0, w);
         copy_tile<kTile, HS>(smem.dout.address(i), dout_map, full, q0, w);
-        bulk_load(smem.lse_D.address(i),
-                  args.lse_D + static_cast<size_t>(w.bh) * args.padded_Tq + q0, kLseDBytes, full);
+        bulk_load(smem.lse_D.address(i), args.lse_D_of(w) + q0, kLseDBytes, full);
     };
     if (leader) {
         mbarrier_init(rows_full, kArrivals);
