@@ -458,7 +458,7 @@ Result reference_result(const Problem<X>& p) {
     for (int i : {Q, K, V, Dout})
         layout.store(i, i == Dout ? dout.data() : qkv.data(), p.input(i));
 
-    static const Cpu cpu;
+    const Cpu cpu;  // with all cores, whatever an earlier Cpu had
     attention_forward(cpu, layout.forward<double>(all, qkv.data(), out.data(), lse.data()));
     attention_backward(cpu, layout.backward<double>(all, qkv.data(), dout.data(), out.data(),
                                                     lse.data(), dqkv.data()));

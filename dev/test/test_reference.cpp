@@ -672,4 +672,11 @@ TEST(bias_correction_is_fp64) {
     }
 }
 
+// Cpu(1) sets OpenMP's number of threads, which must not become the number that there is.
+TEST(one_thread_for_one_cpu_is_not_one_for_the_next) {
+    const std::string all = Cpu().name;
+    CHECK(Cpu(1).name == "CPU, 1 thread");
+    CHECK(Cpu().name == all);
+}
+
 TEST_MAIN

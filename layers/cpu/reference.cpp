@@ -41,8 +41,10 @@ constexpr int kSlice = 64;
 // The device
 
 Cpu::Cpu(int threads) {
+    // asked before omp_set_num_threads(), which lowers OpenMP's limit for every later Cpu
+    static const int available = available_threads();
     if (threads <= 0)
-        threads = available_threads();
+        threads = available;
     omp_set_num_threads(threads);
     name = format("CPU, %d thread%s", threads, threads == 1 ? "" : "s");
     total_bytes =

@@ -58,7 +58,9 @@ struct Cpu {
         }
     };
 
-    explicit Cpu(int threads = 0);  // 0: available_threads()
+    // 0: available_threads(). The number holds for all parallel loops of the calling thread, of
+    // whatever Cpu, until the next Cpu is made.
+    explicit Cpu(int threads = 0);
 
     void* alloc(size_t bytes) const;  // 64-byte aligned; throws Error
     void free(void* p) const { std::free(p); }
