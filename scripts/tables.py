@@ -30,15 +30,30 @@ except ImportError:
 
 STEP = ["model", "dtype", "B", "T"]
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
+# What the READMEs call the libraries' kernels.
+LIBRARIES = {
+    "fa3_det": "FlashAttention-3",
+    "fa3": "FlashAttention-3",
+    "torch_cudnn": "cuDNN",
+    "torch_flash": "FlashAttention-2",
+    "torch_efficient": "PyTorch's memory-efficient attention",
+    "torch_math": "PyTorch's attention by matmuls",
+}
+# The kernels of each type's ladder from the lowest rung to the highest, and what is new in each.
 RUNGS = {
-    "naive": "the formula, by cuBLAS",
-    "flash_simple": "S and P stay on the SM",
-    "flash_fp32": "a thread owns a piece of a tile",
-    "flash_mma": "mma.sync and fragments",
-    "flash_bf16": "copies and exponentials beside products",
-    "flash_wgmma": "wgmma and TMA",
-    "flash_bf16_sm90": "roles; a deterministic backward",
-    "flash_fp16x3": "beside the ladder: an fp32 is two fp16, for tensor cores",
+    "fp32": {
+        "naive": "the formula, by cuBLAS",
+        "flash_simple": "S and P stay on the SM; a thread owns a query",
+        "flash_fp32": "a thread owns a piece of a tile",
+        "flash_fp16x3": "tensor cores: an fp32 number is two fp16 numbers",
+    },
+    "bf16": {
+        "naive": "the formula, by cuBLAS",
+        "flash_mma": "tensor cores by mma.sync; fragments",
+        "flash_bf16": "copies and exponentials overlap products",
+        "flash_wgmma": "Hopper's instructions: wgmma and TMA",
+        "flash_bf16_sm90": "warps with roles; five products, summed deterministically",
+    },
 }
 
 
@@ -79,12 +94,12 @@ def cell(value):
     return f"{value:#.3g}"
 
 
-def table(rows, frame):
+def table(rows, frame, text_columns=1):
     """`frame` in Markdown, below a line that says where and when its rows were measured."""
     machines = (rows["gpu"] + ", driver " + rows["driver"] + ", CUDA " + rows["cuda"]).unique()
     dates = (rows["date"].str[:10] + " at " + rows["commit"].str[:7]).unique()
     caption = paragraph(f"{'; '.join(machines)}. Measured {', '.join(sorted(dates))}.")
-    rule = ["---"] + ["--:"] * (len(frame.columns) - 1)
+    rule = ["---"] * text_columns + ["--:"] * (len(frame.columns) - text_columns)
     lines = [frame.columns, rule, *frame.astype(object).to_numpy()]
     text = ["| " + " | ".join(map(cell, line)) + " |" for line in lines]
     return "\n".join([caption, "", *text])
@@ -135,39 +150,56 @@ def rungs(rows):
     library = rows["tflops"].where(rows["kernel"].map(kind_of) == "library")
     fastest = library.groupby([rows["dtype"], rows["pass"]]).transform("max")
     of_gemm = rows["tflops"] / rows["gemm_tflops"]
-    rows = rows.assign(gemm=of_gemm, library=rows["tflops"] / fastest)
-    rows = rows[rows["kernel"].isin(RUNGS)]
-    # naive was measured in both types. The ladder shows it in fp32.
-    return rows[(rows["kernel"] != "naive") | (rows["dtype"] == "fp32")]
+    return rows.assign(gemm=of_gemm, library=rows["tflops"] / fastest)
+
+
+def fastest_library(rows):
+    """A sentence about what the ladder's rungs are compared with."""
+    ours = rows[rows["kernel"].isin(RUNGS[rows["dtype"].iloc[0]])]
+    libraries = rows[rows["kernel"].map(kind_of) == "library"]
+    fastest = libraries.loc[libraries.groupby("pass")["tflops"].idxmax()].set_index("pass")
+    names = fastest["kernel"].map(LIBRARIES)
+    rates = fastest["tflops"].round().astype(int)
+    return paragraph(
+        f"GEMM reaches {ours['gemm_tflops'].max():.0f} TFLOP/s. The fastest library is "
+        f"{names['fwd']} forward, with {rates['fwd']} TFLOP/s, and {names['bwd']} backward, with "
+        f"{rates['bwd']}."
+    )
 
 
 def ladder(rows):
+    """The rungs of one type."""
     rows = rungs(rows)
-    figures = filled(rows, "{tflops:.0f}: {gemm:.0%}, {library:.0%}")
-    rows["cell"] = figures.str.removesuffix(", nan%")
-    passes = crossed(rows, "kernel", "pass", ["fwd", "bwd"]).set_index("kernel").reindex(RUNGS)
-    forward = rows[rows["pass"] == "fwd"].set_index("kernel")["gemm"].reindex(RUNGS).fillna(0)
-    columns = {
-        "rung": [f"[{kernel}](attention/{kernel}.cu)" for kernel in RUNGS],
-        "new": RUNGS.values(),
-        "forward: GEMM, library": passes["fwd"].values,
-        "backward: GEMM, library": passes["bwd"].values,
-        "": ["█" * round(20 * min(1, share)) for share in forward],
-    }
-    return table(rows, pd.DataFrame(columns))
+    new = RUNGS[rows["dtype"].iloc[0]]
+    columns = [
+        ("rung", [f"[{kernel}](attention/{kernel}.cu)" for kernel in new]),
+        ("new", new.values()),
+    ]
+    for name, text in [("fwd", "forward"), ("bwd", "backward")]:
+        figures = rows[rows["pass"] == name].set_index("kernel").reindex(new)
+        columns += [
+            (f"{text}, TFLOP/s", figures["tflops"].round()),
+            ("% of GEMM", (100 * figures["gemm"]).round()),
+            ("% of library", (100 * figures["library"]).round()),
+        ]
+    headers, values = zip(*columns)
+    lines = pd.DataFrame(list(zip(*values)), columns=headers)
+    return table(rows, lines, text_columns=2) + "\n\n" + fastest_library(rows)
 
 
 def speed(rows, kernel):
-    """A sentence about one kernel."""
+    """A sentence about one kernel. naive was measured in both types and is described in fp32."""
     rows = rungs(rows)
     rows = rows[rows["kernel"] == kernel].sort_values("pass", ascending=False)
+    if kernel == "naive":
+        rows = rows[rows["dtype"] == "fp32"]
     if rows.empty:
         return ""
     rows["way"] = rows["pass"].map({"fwd": "forward", "bwd": "backward"})
-    library = ", {library:.0%} of the best library's"
-    figures = filled(rows, "{way} {tflops:.0f} TFLOP/s ({gemm:.0%} of GEMM" + library + ")")
-    passes = figures.str.replace(", nan% of the best library's", "")
-    return paragraph(f"{rows['gpu'].iloc[0]}: {', '.join(passes)}.")
+    library = " and {library:.0%} of the fastest library"
+    figures = filled(rows, "{way} {tflops:.0f} TFLOP/s, {gemm:.0%} of GEMM" + library)
+    passes = figures.str.replace(" and nan% of the fastest library", "")
+    return paragraph(f"On an {rows['gpu'].iloc[0]}: {'; '.join(passes)}.").replace("%", " %")
 
 
 def accuracy(rows):
@@ -237,14 +269,14 @@ def torch(rows):
 
 
 def default_run(rows):
-    """What the newest default run was, and the beginnings of its first and its last sample."""
-    rows = rows.sort_values("step").iloc[[0, -1]]
-    about = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no
-        model can pass the floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made
-        {date:.10} at {commit:.7}.""".format_map(rows.iloc[0])
-    rows["text"] = rows["text"].map(lambda text: textwrap.shorten(text, 300, placeholder=" …"))
-    samples = filled(rows, "*Step {step}, validation loss {val_loss_nats:.3f}:* {text}")
-    return "\n\n".join(map(paragraph, [about, *samples]))
+    """What the newest default run was, and the beginning of its last sample."""
+    last = rows.sort_values("step").iloc[-1].to_dict()
+    last["text"] = textwrap.shorten(last["text"], 300, placeholder=" …")
+    about = """`./train_gpt2cu` without options, {steps} steps of {B}·{T} tokens in {dtype}, ends
+        at a validation loss of {val_loss_nats:.3f}, with the floor at {floor_nats:.4f}. {gpu},
+        driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}. The model then writes:"""
+    quoted = textwrap.indent(paragraph(last["text"]), "> ")
+    return f"{paragraph(about.format_map(last))}\n\n{quoted}"
 
 
 def start(rows):
@@ -428,13 +460,15 @@ class Source(NamedTuple):
 BF16 = {"dtype": "bf16", "causal": True}
 FP32 = {"dtype": "fp32", "causal": True}
 LADDER = {"B": 4, "T": 4096, "HS": 64, "causal": True}
+RUNG = Source(ladder, "attention", "bf16", LADDER, ["dtype"])
 EXAMPLE = {"dtype": "bf16", "T": 256, "HS": 64}
 GPT2_124M = {"model": "d12", "dtype": "bf16", "T": 1024, "ids": "text-like"}
 ONE_SEQUENCE = {"attention": "flash", "model": "d12", "B": 1}
 TABLES = {
     "attention bf16": Source(attention, "attention", "bf16", BF16),
     "attention fp32": Source(attention, "attention", "fp32", FP32),
-    "ladder": Source(ladder, "attention", "bf16", LADDER, ["dtype"]),
+    "ladder fp32": RUNG._replace(part="fp32", where=LADDER | FP32),
+    "ladder bf16": RUNG._replace(where=LADDER | BF16),
     "accuracy": Source(accuracy, "accuracy", "accuracy", {}, ["HS"]),
     "accuracy example": Source(accuracy_example, "accuracy", "accuracy", EXAMPLE),
     "train": Source(train, "train", "train", {}, STEP),
@@ -478,7 +512,7 @@ def text_of(name):
     if kind == "quote":
         return quote(what)
     if kind == "speed":
-        source = TABLES["ladder"]._replace(make=lambda rows: speed(rows, what))
+        source = RUNG._replace(make=lambda rows: speed(rows, what))
     elif name in TABLES:
         source = TABLES[name]
     else:
