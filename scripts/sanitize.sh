@@ -11,7 +11,8 @@ cd "$(dirname "$0")/.." || exit
 make dev/test_attention >/dev/null || exit
 
 if [ $# -eq 0 ]; then
-    set -- "flash_fp16x3 fp32 pieces" "flash_bf16_sm90 bf16 pieces" "flash_fp16x3 fp32 few" \
+    set -- "flash_fp16x3 fp32 pieces" "flash_bf16_sm90 bf16 pieces" "flash_wgmma bf16 pieces" \
+        "flash_fp16x3 fp32 few" "flash_wgmma bf16 few" \
         "flash_bf16_sm90 bf16 few" "flash_bf16_sm90 bf16 large"
 fi
 for test in "$@"; do
