@@ -148,6 +148,7 @@ struct Problem {
     Case c;
     std::array<std::vector<X>, 4> inputs = {};  // q, k, v and dout, (B, Tk, NH, HS)
     Result ref = {};
+    TensorNorms ref_norms = {};
     std::array<double, kTensors> tiny = {};         // of the rule in dev/common/bounds.h
     mutable std::optional<TensorNorms> naive = {};  // naive's errors
 
@@ -241,10 +242,13 @@ struct Layout {
         const int sequences = is_row_statistic(tensor) ? s.B * s.NH : s.B;
         const size_t width = is_row_statistic(tensor) ? 1 : C();
         const HeadsView<const A> from = view(tensor, x, p);
-        std::vector<double> values;
-        for (int row = 0; row < sequences * tokens; row++)
-            for (size_t i = 0; i < width; i++)
-                values.push_back(from.row(row / tokens, row % tokens, 0, 0)[i]);
+        const int rows = sequences * tokens;
+        std::vector<double> values(rows * width);
+#pragma omp parallel for
+        for (int row = 0; row < rows; row++) {
+            const A* const first = from.row(row / tokens, row % tokens, 0, 0);
+            std::copy_n(first, width, &values[row * width]);
+        }
         return values;
     }
 
@@ -252,6 +256,7 @@ struct Layout {
     template <class A, class X>
     void store(int tensor, A* x, const std::vector<X>& values) const {
         const HeadsView<A> to = view(tensor, x, every_token());
+#pragma omp parallel for
         for (int row = 0; row < s.B * T; row++)
             std::copy_n(&values[row * C()], C(), to.row(row / T, row % T, 0, 0));
     }
@@ -418,7 +423,7 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
 
     std::array<double, kTensors> tiny;
     for (int i = 0; i < kTensors; i++)
-        tiny[i] = one_rounding<X>(i, norms(p.ref[i]).max);
+        tiny[i] = one_rounding<X>(i, p.ref_norms[i].max);
 
     // A query that sees one key has dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly.
     // Flash's D = rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay.
@@ -482,6 +487,8 @@ const Problem<X>& problem(Case c) {
 
     Problem<X> p = inputs_of<X>(c);
     p.ref = reference_result(p);
+    for (int i = 0; i < kTensors; i++)
+        p.ref_norms[i] = norms(p.ref[i]);
     p.tiny = tiny_errors(p);
     return cache.emplace(c.text(), std::move(p)).first->second;
 }
@@ -573,8 +580,11 @@ struct Run {
         const size_t size = buffer.bytes / sizeof(A) / copies;
         const std::vector<A> host = download<A>(buffer, copy * size, size);
         const auto count_written = [](const auto& x) {
-            return std::count_if(x.begin(), x.end(),
-                                 [](auto v) { return !std::isnan(static_cast<double>(v)); });
+            ptrdiff_t count = 0;
+#pragma omp parallel for reduction(+ : count)
+            for (size_t i = 0; i < x.size(); i++)
+                count += std::isnan(static_cast<double>(x[i])) ? 0 : 1;
+            return count;
         };
         ptrdiff_t elsewhere = count_written(host);
         for (int i : tensors) {
@@ -651,8 +661,8 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
 // has weight.
 template <class X>
 Norms naive_bound(const Problem<X>& p, int tensor) {
-    const Norms ref = norms(p.ref[tensor]);
-    const double lse = norms(p.ref[Lse]).max;
+    const Norms ref = p.ref_norms[tensor];
+    const double lse = p.ref_norms[Lse].max;
     const double tiny = p.tiny[tensor];
     constexpr bool is_bf16 = std::is_same_v<X, bf16>;
     constexpr double u = 0x1p-24;
@@ -667,7 +677,7 @@ Norms naive_bound(const Problem<X>& p, int tensor) {
 
 template <class X>
 Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int tensor) {
-    const Norms ref = norms(p.ref[tensor]);
+    const Norms ref = p.ref_norms[tensor];
     if (tensor == Lse && std::is_same_v<X, bf16>)
         return {.max = bf16_lse_bound(ref.max), .l2 = INFINITY};
     const ErrorBound k = error_bound(kernel, tensor, p.c.shape);
@@ -994,14 +1004,16 @@ void one_nan(const AttentionKernel<X>& kernel) {
     const int longest_tile = kernel.flash ? 256 : kNanTokens;
     constexpr int kInputTensors = 4;  // q, k, v, dout
     for (int HS : {64, 128})
-        for (bool causal : {true, false})
+        for (bool causal : {true, false}) {
+            Problem<X> p = inputs_of<X>({whole(2, kNanTokens, 3, HS, causal)});
+            const AttentionShape& s = p.c.shape;
+            const size_t head = (kNan.b * kNanTokens + kNan.t) * s.NH + kNan.h;
+            const Result clean = run(kernel, p);
             for (int input = 0; input < kInputTensors; input++) {
-                Problem<X> p = inputs_of<X>({whole(2, kNanTokens, 3, HS, causal)});
-                const AttentionShape& s = p.c.shape;
-                const Result clean = run(kernel, p);
-                const size_t head = (kNan.b * kNanTokens + kNan.t) * s.NH + kNan.h;
-                p.inputs[input][head * HS + kNan.d] = static_cast<X>(NAN);
+                X& element = p.inputs[input][head * HS + kNan.d];
+                const X number = std::exchange(element, static_cast<X>(NAN));
                 const Result got = run(kernel, p);
+                element = number;
 
                 const auto& [name, reach] = kNanReach[input];
                 const std::string what =
@@ -1011,6 +1023,7 @@ void one_nan(const AttentionKernel<X>& kernel) {
                     check_nan_in(i, rows, longest_tile, s, got[i], clean[i], what);
                 }
             }
+        }
 }
 
 // Every run writes the bytes of the first. Before the last run all memory is poison for a tenth of
