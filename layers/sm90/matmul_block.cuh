@@ -164,10 +164,14 @@ struct Block {
     static constexpr bool kBackward = mode == Mode::backward || mode == Mode::backward_recompute;
     static constexpr bool kExponentials = mode == Mode::exponentials;
     static constexpr int kThreads = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
-    static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;  // instructions for the columns
-    static constexpr int kPartTiles = kTileColumns / 8 / kParts;    // 8 columns each
+    // The columns of a tile are one wgmma's or two's. Each of these parts is kPartTiles tiles of 8
+    // columns, as wgmma keeps them in registers (cuda/ptx_sm90.cuh).
+    static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;
+    static constexpr int kPartTiles = kTileColumns / 8 / kParts;
     static constexpr int kRowsAtOnce = kBackward ? 2 : 4;  // rows whose arithmetic is interleaved
-    // d_full has one phase per tile, and an epilogue warp must not miss one.
+    // d_full[group] has one phase per tile. An epilogue warp must wait for each of them, or it
+    // could take an earlier one of the same parity for the one that it needs. So of each tile it
+    // must have slices of both groups' rows.
     static_assert(kEpilogueWarps <= kSlices / kGroups);
 
     using Accumulators = float[kParts][kPartTiles][4];
@@ -297,7 +301,9 @@ struct Block {
                 previous = state.index;
             }
 
-            if constexpr (kExponentials)  // while the last chunk's products are still under way
+            // The shifts of the two rows of this lane's accumulators, lane / 4 and lane / 4 + 8 of
+            // the warp's. They are loaded while the last chunk's products are still under way.
+            if constexpr (kExponentials)
                 for (int i = 0; i < 2; i++)
                     shift[i] = p.shifts[min(row_of(item) + warp * kMmaWarpRows + i * 8 + lane / 4,
                                             p.N - 1)];
@@ -339,12 +345,14 @@ struct Block {
         wgmma_commit();
     }
 
-    // Rounds the accumulators and stores them to D, whose row of this lane is d_row. Forward adds
-    // the bias, exponentials subtract the shift.
+    // Rounds the accumulators and stores them to D. Forward adds the bias, exponentials subtract
+    // the shift. For stmatrix_x4, lane l gives the address of row l % 16 of the warp's rows in tile
+    // n + l / 16. d_row is where that row begins in D.
     __device__ __forceinline__ void store_d(uint32_t d_row, const Accumulators& d, const bf16* bias,
                                             const float (&shift)[2], int lane) const {
         for (int n = 0; n < kTileColumns / 8; n += 2) {
-            // Two 16 × 8 tiles of accumulators, the upper and the lower half of each.
+            // Two 16 × 8 tiles of accumulators. An even i is the upper half of one, an odd i the
+            // lower.
             uint32_t packed[4];
             for (int i = 0; i < 4; i++) {
                 const int tile = n + i / 2;
@@ -360,7 +368,7 @@ struct Block {
                                                      fmaf(right, kLog2e, -shift[i % 2]))
                                           : pack_bf16(left, right);
             }
-            const int piece = (n + lane / 16) ^ (lane % 8);
+            const int piece = (n + lane / 16) ^ (lane % 8);  // lane % 8 is the row modulo 8
             stmatrix_x4(d_row + (piece << 4), packed);
         }
     }
@@ -485,7 +493,8 @@ struct Block {
 
                 const unsigned char* d_smem = smem + kOffsetD + slice * kSliceRows * kDRowBytes;
                 const size_t at = static_cast<size_t>(row) * p.columns + column;
-                const int target =
+                // Lane l has the target of the slice's row l % kSliceRows.
+                const int lane_target =
                     kExponentials ? p.targets[min(row + lane % kSliceRows, p.N - 1)] : 0;
                 float row_sums[kSliceRows] = {};
 
@@ -493,7 +502,7 @@ struct Block {
 
                 // In 21 of 22 slices there is neither a target nor padding, so that no element
                 // needs to be tested.
-                const bool target_in_tile = is_in_range(target, first_column, kTileColumns);
+                const bool target_in_tile = is_in_range(lane_target, first_column, kTileColumns);
                 const bool all_wanted = kExponentials && first_column + kTileColumns <= p.V &&
                                         __all_sync(kFullMask, !target_in_tile);
 #pragma unroll
@@ -504,13 +513,15 @@ struct Block {
                         const auto finish_rows = [&](auto all) {
 #pragma unroll
                             for (int i = g; i < g + kRowsAtOnce; i++) {
+                                // Piece `lane` of row i, swizzled: its row of D is i modulo 8.
                                 const void* piece = d_smem + i * kDRowBytes + ((lane ^ i) << 4);
                                 const size_t row_at = at + static_cast<size_t>(i) * p.columns;
                                 if constexpr (kExponentials) {
+                                    const auto z = load<8>(static_cast<const __half*>(piece));
+                                    const int target = __shfl_sync(kFullMask, lane_target, i);
                                     // Which of this lane's columns is the row's target. If none
                                     // is, it wraps to 8 or more.
-                                    const uint32_t k = __shfl_sync(kFullMask, target, i) - column;
-                                    const auto z = load<8>(static_cast<const __half*>(piece));
+                                    const uint32_t k = target - column;
                                     const uint32_t target_bit = k < 8 ? 1u << k : 0u;
                                     const uint32_t wanted = in_vocabulary & ~target_bit;
                                     row_sums[i] = finish_exponentials<all>(

@@ -98,8 +98,9 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     const Matrix b = Block::kBackward
                          ? Matrix{.x = factors.b, .rows = size_t(K), .columns = columns}
                          : Matrix{.x = factors.b, .rows = size_t(columns), .columns = K};
-    const CUtensorMap b_map =
-        matrix_map("B", b, Block::kBackward ? kChunk : kTileColumns / kCluster);
+    // A box of B has all of a stage's rows in backward, and the block's half of them otherwise.
+    const int b_box_rows = Block::kBackward ? kChunk : kTileColumns / kCluster;
+    const CUtensorMap b_map = matrix_map("B", b, b_box_rows);
 
     p.N = static_cast<int>(N);
     p.columns = columns;
