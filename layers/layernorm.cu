@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
     Vec<X, V> w[K];
     Vec<float, V> dweight[K] = {};
     Vec<float, V> dbias[K] = {};
-    Vec<float, V> dsum[K] = {};
+    Vec<float, V> dinp_sum[K] = {};
     for (int k = 0; k < K; k++) {
         column[k] = (k * blockDim.x + threadIdx.x) * V;
         if (column[k] < C)
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
 
     int buffer = 0;
     for (size_t row = blockIdx.x; row < N; row += gridDim.x) {
-        const float m = mean[row];
-        const float s = rstd[row];
+        const float row_mean = mean[row];
+        const float row_rstd = rstd[row];
 
         Vec<X, V> dy[K];
         Vec<X, V> x[K];
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
             if (column[k] >= C)
                 continue;
             for (int i = 0; i < V; i++) {
-                const float norm = (x[k][i] - m) * s;
+                const float norm = (x[k][i] - row_mean) * row_rstd;
                 const float dnorm = __fmul_rn(w[k][i], dy[k][i]);
                 dnorm_sum += dnorm;
                 dnorm_norm_sum += dnorm * norm;
@@ -238,14 +238,14 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
                 continue;
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
-                const float norm = (x[k][i] - m) * s;
+                const float norm = (x[k][i] - row_mean) * row_rstd;
                 const float dnorm = __fmul_rn(w[k][i], dy[k][i]);
-                dx.x[i] = old[k][i] + s * (dnorm - dnorm_mean - norm * dnorm_norm_mean);
+                dx.x[i] = old[k][i] + row_rstd * (dnorm - dnorm_mean - norm * dnorm_norm_mean);
             }
             const Vec<X, V> stored = round_to<X>(dx);
             store(dinp + row * C + column[k], stored);
             for (int i = 0; i < V; i++)
-                dsum[k].x[i] += stored[i];
+                dinp_sum[k].x[i] += stored[i];
         }
     }
 
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
             continue;
         store(partial + kDweight * C + column[k], dweight[k]);
         store(partial + kDbias * C + column[k], dbias[k]);
-        store(partial + kDinpSum * C + column[k], dsum[k]);
+        store(partial + kDinpSum * C + column[k], dinp_sum[k]);
     }
 }
 
@@ -323,12 +323,12 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
 
     float dweight[K][V] = {};
     float dbias[K][V] = {};
-    float dsum[K][V] = {};
-    float m = 0.f;  // the row's mean
-    float s = 0.f;  // its rstd
+    float dinp_sum[K][V] = {};
+    float row_mean = 0.f;
+    float row_rstd = 0.f;
     if (turn < N) {
-        m = mean[row_of_turn(turn, N)];
-        s = rstd[row_of_turn(turn, N)];
+        row_mean = mean[row_of_turn(turn, N)];
+        row_rstd = rstd[row_of_turn(turn, N)];
     }
 
     // Turn i: load mean and rstd of turn i + 1 · wait for the row · sums over the row, dweight and
@@ -337,11 +337,11 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     int stage = 0;
     for (; turn < N; turn += stride) {
         const size_t row = row_of_turn(turn, N);
-        float next_m = 0.f;
-        float next_s = 0.f;
+        float next_mean = 0.f;
+        float next_rstd = 0.f;
         if (turn + stride < N) {  // row − stride is the row of that turn, as rows run backwards
-            next_m = mean[row - stride];
-            next_s = rstd[row - stride];
+            next_mean = mean[row - stride];
+            next_rstd = rstd[row - stride];
         }
 
         const bf16* const lane_rows = ring + stage * kRowsOfStage * C + lane * V;
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             const auto w = load<V>(weight_smem + c);
             const auto x = load<V>(lane_rows + kInp * C + k * kNextVector);
             for (int i = 0; i < V; i++) {
-                const float norm = (x[i] - m) * s;
+                const float norm = (x[i] - row_mean) * row_rstd;
                 const float dnorm = __fmul_rn(w[i], dy[i]);
                 dnorm_sum += dnorm;
                 dnorm_norm_sum += dnorm * norm;
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             }
         }
         const float dnorm_mean = warp_sum(dnorm_sum) * (1.f / C);
-        const float rstd_dnorm_norm_mean = s * warp_sum(dnorm_norm_sum) * (1.f / C);
+        const float rstd_dnorm_norm_mean = row_rstd * warp_sum(dnorm_norm_sum) * (1.f / C);
 
         // Keeps the compiler from holding what was read above in registers, of which there are none
         // left.
@@ -382,18 +382,19 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
                 const float dnorm = __fmul_rn(w[i], dy[i]);
-                dx.x[i] = old[i] + s * (dnorm - dnorm_mean - (x[i] - m) * rstd_dnorm_norm_mean);
+                dx.x[i] = old[i] + row_rstd * (dnorm - dnorm_mean -
+                                               (x[i] - row_mean) * rstd_dnorm_norm_mean);
             }
             const Vec<bf16, V> stored = round_to<bf16>(dx);
             store(dinp + row * C + c, stored);
             for (int i = 0; i < V; i++)
-                dsum[k][i] += stored[i];
+                dinp_sum[k][i] += stored[i];
         }
 
         __syncwarp();  // all lanes have read the stage
         fetch(turn + kRowStages * stride, stage);
-        m = next_m;
-        s = next_s;
+        row_mean = next_mean;
+        row_rstd = next_rstd;
         stage++;
         if (stage == kRowStages) {
             stage = 0;
@@ -405,12 +406,16 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     __syncthreads();
     float* const sums_smem = reinterpret_cast<float*>(ring_smem);
     float* const lane_sums = sums_smem + static_cast<size_t>(warp) * kSums * C + lane * V;
-    for (int k = 0; k < K; k++)
-        for (int i = 0; i < V && (k * kWarp + lane) * V < C; i++) {
+    for (int k = 0; k < K; k++) {
+        const int c = (k * kWarp + lane) * V;
+        if (c >= C)
+            continue;
+        for (int i = 0; i < V; i++) {
             lane_sums[kDweight * C + k * kNextVector + i] = dweight[k][i];
             lane_sums[kDbias * C + k * kNextVector + i] = dbias[k][i];
-            lane_sums[kDinpSum * C + k * kNextVector + i] = dsum[k][i];
+            lane_sums[kDinpSum * C + k * kNextVector + i] = dinp_sum[k][i];
         }
+    }
     __syncthreads();
 
     for (int c = threadIdx.x; c < kSums * C; c += W * kWarp) {
@@ -555,6 +560,7 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
     int rows = 0;  // of partials
     bool launched = false;
     if constexpr (std::is_same_v<X, bf16>) {
+        // The rows kernel needs only sm_90, but sm90a is what tells us how it was compiled.
         if (dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight))
             launched = with_gpt2_channels(
                 C, [&](auto size) { rows = launch_backward_rows<size>(dev, o); });
