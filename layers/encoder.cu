@@ -38,13 +38,16 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerSM = 6;  // of pass 1: about as many as its registers allow
 
 // A plan is what the host works out for a batch, as plain ints, so that it travels with the tokens.
-// This is where its parts start. A "multi" is a token with several chunks, each of which makes a
-// partial sum. It has at least kEncoderChunk + 1 rows. With exactly that many it has two chunks,
-// and no multi has more chunks per row.
+// A "multi" is a token with several chunks, each of which makes a partial sum.
+//
+// The layout is where the parts of a plan start, with room for the most that N rows can need. A
+// multi has at least kEncoderChunk + 1 rows, so there are at most N / (kEncoderChunk + 1) multis.
+// With exactly that many rows it has two partial sums, and with more rows it has fewer per row.
 struct PlanLayout {
     size_t max_chunks;
     size_t max_multis;
     size_t max_partials;
+    // Where each part starts, as an index of the plan's ints.
     size_t order;  // (N)           rows of the batch, sorted by token
     size_t begin;  // (chunks + 1)  chunk c is order[begin[c] .. begin[c + 1])
     size_t dest;   // (chunks)      where the chunk's sum goes: a token, or dest_of_partial()
@@ -126,9 +129,10 @@ template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC,
                              int C, Positions positions) {
-    const size_t i = (size_t(blockIdx.x) * kThreads + threadIdx.x) * V;
+    const size_t i = (size_t(blockIdx.x) * kThreads + threadIdx.x) * V;  // element of (T,C)
     if (i >= TC)
         return;
+
     Vec<float, V> sum = {};
 #pragma unroll 8
     for (int b = 0; b < B; b++) {
@@ -137,11 +141,13 @@ __global__ void __launch_bounds__(kThreads)
             sum.x[k] += dy[k];
     }
 
-    float* to = dwpe + size_t(positions.at(i / C)) * C + (i % C);
-    auto total = load<V>(to);
+    const int t = i / C;
+    const size_t c = i % C;
+    float* dposition = dwpe + size_t(positions.at(t)) * C + c;
+    auto total = load<V>(dposition);
     for (int k = 0; k < V; k++)
         total.x[k] += sum[k];
-    store(to, total);
+    store(dposition, total);
 }
 
 // Pass 1. A block handles chunks blockIdx.x, blockIdx.x + gridDim.x, …; a thread owns V columns.
@@ -243,25 +249,25 @@ size_t encoder_plan_ints(const Cuda&, size_t N) {
 // Writes the rows to `order`, sorted by token (a counting sort). Returns where the rows of each
 // token start, and where the last token's end.
 static std::vector<int> sort_by_token(int* order, const int* tokens, size_t N) {
-    int V = 0;
+    int token_end = 0;  // one past the largest token
     for (size_t i = 0; i < N; i++) {
         if (tokens[i] < 0)
             throw Error(
                 format("encoder_plan: token %d at position %zu, expected one >= 0", tokens[i], i));
-        V = std::max(V, tokens[i] + 1);
+        token_end = std::max(token_end, tokens[i] + 1);
     }
 
-    std::vector<int> start(V + 1, 0);
+    std::vector<int> start(token_end + 1, 0);
     for (size_t i = 0; i < N; i++)
         start[tokens[i] + 1]++;
-    for (int v = 0; v < V; v++)
-        start[v + 1] += start[v];
+    for (int token = 0; token < token_end; token++)
+        start[token + 1] += start[token];
 
     std::vector<int> next(start);
     for (size_t i = 0; i < N; i++) {
-        const int v = tokens[i];
-        order[next[v]] = static_cast<int>(i);
-        next[v]++;
+        const int token = tokens[i];
+        order[next[token]] = static_cast<int>(i);
+        next[token]++;
     }
     return start;
 }
@@ -269,19 +275,19 @@ static std::vector<int> sort_by_token(int* order, const int* tokens, size_t N) {
 void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
     const EncoderPlan<int> plan = {.ints = ints, .at = PlanLayout(N)};
     const std::vector<int> start = sort_by_token(plan.order(), tokens, N);
-    const int V = static_cast<int>(start.size()) - 1;
+    const int token_end = static_cast<int>(start.size()) - 1;
 
     int chunks = 0;
     int multis = 0;
     int partials = 0;
-    for (int v = 0; v < V; v++) {
-        const int begin = start[v];
-        const int end = start[v + 1];
+    for (int token = 0; token < token_end; token++) {
+        const int begin = start[token];
+        const int end = start[token + 1];
         const bool several = end - begin > kEncoderChunk;
         const int first_partial = partials;
         for (int i = begin; i < end; i += kEncoderChunk) {
             plan.begin(chunks) = i;
-            plan.dest(chunks) = several ? dest_of_partial(partials) : v;
+            plan.dest(chunks) = several ? dest_of_partial(partials) : token;
             chunks++;
             if (several)
                 partials++;
@@ -289,7 +295,7 @@ void encoder_plan(const Cuda&, int* ints, const int* tokens, size_t N) {
 
         if (several) {
             const auto multi = plan.multi(multis);
-            multi.token = v;
+            multi.token = token;
             multi.first_partial = first_partial;
             multi.end_partial = partials;
             multis++;
