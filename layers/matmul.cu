@@ -1,7 +1,7 @@
 // The three products of a linear layer, through cuBLASLt, and the bias gradient of q, k and v.
 //
 //   out      = inp·weightᵀ + bias  (N,OC) = (N,C)·(C,OC)   epilogue: bias, and GELU or a residual
-//   dinp     = dout·weight         (N,C)  = (N,OC)·(OC,C)  epilogue: slow with GELU's derivative
+//   dinp     = dout·weight         (N,C)  = (N,OC)·(OC,C)  no epilogue: GELU's derivative is slow
 //   dweight += doutᵀ·inp           (OC,C) = (OC,N)·(N,C)   fp32 output, beta = 1, or 0 to write it
 //
 // On Hopper, sm90/matmul_sm90.cu computes the products that an activation follows or precedes, if
@@ -9,8 +9,12 @@
 // own, which add in a fixed order.
 //
 // cuBLAS is column-major, so our row-major (rows, cols) is its (cols, rows) with leading dimension
-// cols. We ask it for the transposed products, outᵀ = weight·inpᵀ and so on, in which every operand
-// is a matrix as it is in memory or its transpose.
+// cols. We ask it for the transposed products, in which every operand is a matrix as it is in
+// memory or its transpose. In its terms, with A·B = D:
+//
+//   outᵀ     = weight·inpᵀ         (OC,N) = (OC,C)·(C,N)   A = weight, which is (C,OC), transposed
+//   dinpᵀ    = weightᵀ·doutᵀ       (C,N)  = (C,OC)·(OC,N)
+//   dweightᵀ = inpᵀ·dout           (C,OC) = (C,N)·(N,OC)   B = dout, which is (OC,N), transposed
 //
 // The first call with a shape makes a plan (descriptors and an algorithm), which is kept until the
 // process ends. cuBLASLt's heuristic proposes several algorithms, of which the first is up to 20 %
@@ -241,7 +245,8 @@ template <class X>
 void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N,
                     int C, int OC, const X* residual) {
     check_sizes(C, OC);
-    const X* c = residual == out ? nullptr : residual;  // null: C is D
+    // cuBLASLt's C, to which the product is added. Null: C is D.
+    const X* c = residual == out ? nullptr : residual;
     multiply<X>(dev,
                 MatmulProduct{.rows = size_t(OC),
                               .cols = N,

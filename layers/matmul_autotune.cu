@@ -105,8 +105,8 @@ Outcome Candidates::outcome(int i, const MatmulOperands& o, bool accumulate) con
     return result;
 }
 
-// Algorithm i first writes D = A·B and then adds A·B to that: an algorithm that splits K may add
-// the old D before its parts or after them.
+// Algorithm i first writes D = A·B and then adds A·B to that, because an algorithm that splits K
+// may add the old D before its parts or after them.
 Outcomes Candidates::outcomes(int i, const MatmulOperands& o) const {
     dev.zero(o.d, d_bytes());  // so that no result of another algorithm is left there
     const Outcome written = outcome(i, o, false);
@@ -217,6 +217,7 @@ AutotuneResult autotune(const Cuda& dev, const MatmulProduct& p, const MatmulOpe
         return first_wins;
     }
 
+    // The call's own A and B, and the adversarial ones. Both write the same D.
     MatmulOperands own = o;
     if (own_d_is_input)
         own.d = memory + d_offset;

@@ -56,7 +56,9 @@ struct AutotuneResult {
     int fastest;
     std::vector<int> equal;  // the first and all that gave its bits
 };
-// Overwrites D and pre, except that D is kept if the product adds to what is there.
+
+// `run` runs the first `count` algorithms, of which 0 is the library's first proposal. Overwrites D
+// and pre, except that D is kept if the product adds to what is there.
 AutotuneResult autotune(const Cuda& dev, const MatmulProduct& product, const MatmulOperands& o,
                         int count, const RunAlgorithm& run);
 
