@@ -100,6 +100,7 @@ __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, flo
 
 // -------------------------------------------------------------------------------------------------
 
+// As V is the elements of a vector here, the vocabulary's size is `vocab`, and Vp is `padded`.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     classifier_kernel(X* logits, float* __restrict__ losses, const int* __restrict__ targets,
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kRowsWarps = 8;              // warps per block, one row each
 constexpr float kLargestSum = 1ull << 40;  // of s, with the target's logit as the shift
 
-// The matmul that makes the logits, and its targets.
-struct Head {
+// The language model's head, which is the matmul that makes the logits, and its targets.
+struct LmHead {
     const bf16* inp;
     const bf16* weight;
     const int* targets;
@@ -162,7 +163,7 @@ struct Head {
 };
 
 // Writes shifts[n], the logit of row n's target in units of log 2.
-__global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts, Head h) {
+__global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts, LmHead h) {
     const int row = blockIdx.x * kRowsWarps + threadIdx.x / kWarp;
     if (row >= h.N)
         return;
@@ -179,7 +180,7 @@ struct RecomputedRow {
 
 // Recomputes a row with its largest logit as the shift, and writes it to e if dloss != 0. All warps
 // of the block do this together, each some of the logits.
-__device__ __forceinline__ RecomputedRow recompute_row(bf16* e, const Head& h, int row,
+__device__ __forceinline__ RecomputedRow recompute_row(bf16* e, const LmHead& h, int row,
                                                        float dloss) {
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
@@ -204,7 +205,7 @@ __device__ __forceinline__ RecomputedRow recompute_row(bf16* e, const Head& h, i
 // losses and, if dloss != 0, e[target], scales and scaled = scale·inp.
 __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     rows_kernel(bf16* e, bf16* scaled, float* scales, float* losses, const float* __restrict__ sums,
-                const float* __restrict__ shifts, Head h, float dloss) {
+                const float* __restrict__ shifts, LmHead h, float dloss) {
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
     const int first = blockIdx.x * kRowsWarps;
@@ -335,13 +336,13 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
     if constexpr (std::is_same_v<X, bf16>) {
         if (N > 0 && fused<X>(dev, C, Vp)) {
             const Scratch s(scratch, N, C);
-            const Head head = {.inp = inp,
-                               .weight = weight,
-                               .targets = targets,
-                               .N = static_cast<int>(N),
-                               .C = C,
-                               .V = V,
-                               .Vp = Vp};
+            const LmHead head = {.inp = inp,
+                                 .weight = weight,
+                                 .targets = targets,
+                                 .N = static_cast<int>(N),
+                                 .C = C,
+                                 .V = V,
+                                 .Vp = Vp};
             const unsigned blocks = ceil_div(N, kRowsWarps);
             const unsigned threads = kRowsWarps * kWarp;
 
