@@ -498,6 +498,7 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
                 p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
             const SoftmaxOfRow<X> softmax = exponentials(p, keys);
 
+            // p is not divided by its sum, o is.
             X o[kMaxHeadSize] = {};
             for (int j = 0; j < keys; j++)
                 axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
@@ -544,9 +545,9 @@ static void query_gradients(const AttentionBackward<X>& c, Size HS, X scale, Dot
         D.at(b, h, i) = D_i;
 
         const size_t head = size_t(b) * s.NH + h;
-        const X L = c.lse.ptr[head * c.lse.head_stride + i];
+        const X lse = c.lse.ptr[head * c.lse.head_stride + i];
         for (int j = 0; j < keys; j++)
-            p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
+            p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - lse;
         if (c.lse_rest.ptr)
             for (int j = 0; j < keys; j++)
                 p[j] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];

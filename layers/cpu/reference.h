@@ -206,12 +206,13 @@ void merge(const Cpu&, const AttentionShape& s, HeadsView<A> dst, const Partial<
         const int head = row / s.Tq;
         const int b = head / s.NH;
         const int h = head % s.NH;
-        const Merge<A> merge(sum, piece, head, t);
-        const A* o = sum.o.row(b, t, h, s.HS);
-        const A* o_b = piece.o.row(b, t, h, s.HS);
+        const Merge<A> weights(sum, piece, head, t);
+        const A* o_sum = sum.o.row(b, t, h, s.HS);
+        const A* o_piece = piece.o.row(b, t, h, s.HS);
+        A* o = dst.row(b, t, h, s.HS);
         for (int d = 0; d < s.HS; d++)
-            dst.row(b, t, h, s.HS)[d] = merge.merged(o[d], o_b[d]);
-        merge.store_lse(sum, head, t);
+            o[d] = weights.merged(o_sum[d], o_piece[d]);
+        weights.store_lse(sum, head, t);
     }
 }
 template <class A, class Z>
