@@ -57,10 +57,9 @@ void Cuda::pause(unsigned ns) const {
 }
 
 int Cuda::count(std::string* why) {
-    // The first call into the driver starts its threads, which inherit our signal mask. So signals
-    // are blocked during the call. Otherwise the system could deliver one to a driver's thread,
-    // which ends the process, although our own threads block that signal and one of them waits for
-    // it.
+    // The first call into the driver starts its threads, which inherit our signal mask. So all
+    // signals are blocked during the call. Otherwise a signal that our own threads block, because
+    // one of them waits for it, could be delivered to a driver's thread and end the process.
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
@@ -194,7 +193,7 @@ void* Cuda::alloc_host(size_t bytes) const {
     const size_t size = pages * kLargePage;
     char* const p = static_cast<char*>(std::aligned_alloc(kLargePage, size));
 
-    cudaError_t status = cudaErrorMemoryAllocation;
+    cudaError_t status = cudaErrorMemoryAllocation;  // if aligned_alloc() has failed
     if (p) {
         touch_pages(p, pages);
         status = cudaHostRegister(p, size, cudaHostRegisterDefault);

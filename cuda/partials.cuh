@@ -9,10 +9,10 @@
 constexpr int kColumnThreads = 256;
 constexpr int kColumnWarps = kColumnThreads / kWarp;
 
-// Stage 1: the body of a kernel. Block (x, y) sums the 32·V columns that start at 32·V·x over every
-// gridDim.y-th group of kColumnWarps rows, one row per warp and V columns per thread;
-// add_row(row, c, sum) adds a row's columns c to c + V − 1. Then warp 0 adds the warps' sums in
-// order. partials is (gridDim.y, C).
+// Stage 1: the body of a kernel. Block (x, y) sums 32·V columns, from 32·V·x on. Its rows are every
+// gridDim.y-th group of kColumnWarps, from group y on: a warp takes a row of the group, and a
+// thread V of the columns. add_row(row, c, sum) adds columns c to c + V − 1 of a row to sum. Then
+// warp 0 adds the warps' sums in order. partials is (gridDim.y, C).
 template <int V, int Unroll, class AddRow>
 __device__ static void column_sums(float* __restrict__ partials, size_t N, int C, AddRow add_row) {
     __shared__ float sum_smem[kColumnWarps][V][kWarp];

@@ -56,8 +56,9 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 // Arrives at the same barrier in block `rank` of the cluster, whose shared memory has the same
-// layout as ours. It orders only this thread's use of that memory, because a release of cluster
-// scope would wait for all of the thread's stores. #data-movement-and-conversion-instructions-mapa
+// layout as ours. Its release is not of cluster scope, which would wait for all of the thread's
+// stores, so it orders only this thread's own use of that memory.
+// #data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -292,6 +293,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t nex
 __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) {
     return descriptor + (bytes >> 4);
 }
+
 // K-step kk, 16 columns, of a tile of `Rows` rows that is not transposed. Its panels of 64 columns
 // follow each other.
 template <int Rows>
@@ -300,6 +302,7 @@ __device__ __forceinline__ uint64_t wgmma_column_step(uint64_t tile, int kk) {
     const int bytes = kk % 4 * 32;  // into a row of 128
     return wgmma_advance(tile, panel * Rows * 128 + bytes);
 }
+
 // K-step kk, 16 rows, of a tile that is transposed.
 __device__ __forceinline__ uint64_t wgmma_row_step(uint64_t tile, int kk) {
     return wgmma_advance(tile, kk * 16 * 128);
@@ -366,8 +369,8 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
 // clang-format on
 
 // d = A · B, or d += A · B if `accumulate`, with both in shared memory. `a` and `b` are their
-// descriptors. B is stored as N × 16, or as 16 × N if transposed. d is Tiles
-// tiles of 8 columns, so N = 8·Tiles.
+// descriptors. B is stored as N × 16, or as 16 × N if transposed. d is Tiles tiles of 8 columns, so
+// N = 8·Tiles.
 // #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 template <bool TransposedA = false, bool TransposedB = false, int Tiles>
 __device__ __forceinline__ void wgmma_ss(float (&d)[Tiles][4], uint64_t a, uint64_t b,

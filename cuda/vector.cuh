@@ -2,7 +2,8 @@
 //
 // Most of those kernels are memory-bound, so each thread moves 16 bytes per instruction, as a
 // Vec<float, 4> or Vec<bf16, 8>. The same kernel, instantiated with one element per Vec, works for
-// any row length and alignment; vectorises() tells which of the two a call can use.
+// any row length and alignment; vectorises() tells which of the two a call can use. The
+// kernels' template parameter V is this number of elements.
 #pragma once
 #include <cstring>
 
@@ -17,7 +18,8 @@ __device__ inline float to_float(X x) {
     return static_cast<float>(x);
 }
 
-// N values of type X that are loaded and stored together. v[i] is value i as a float.
+// N values of type X that are loaded and stored together. v[i] reads value i as a float, and v.x[i]
+// is the value itself, to write it.
 template <class X, int N>
 struct alignas(N * sizeof(X)) Vec {
     X x[N];

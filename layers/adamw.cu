@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(kThreads)
     const size_t skipped = range.skipped + piece * (range.stride - range.size);
     const float decay = range.decay;
 
-    // A thread's group is aligned in the arena, not relative to the range. s is
-    // computed in groups, because with s = i − skipped nvcc 13.0 no longer recognises that 16 bytes
-    // can be stored at once.
+    // The thread's group starts at parameter i, aligned in the arena, not relative to the range,
+    // and at element s of gradients and optimizer state. s is computed in groups, because from
+    // i − skipped nvcc 13.0 no longer recognises that 16 bytes can be stored at once.
     const size_t group = begin / kGroup + static_cast<size_t>(block) * kThreads + threadIdx.x;
     const size_t i = group * kGroup;
     const size_t s = (group - skipped / kGroup) * kGroup;
