@@ -28,7 +28,8 @@ try:
 except ImportError:
     pd = None  # --help works without pandas
 
-STEP = ["model", "dtype", "B", "T"]
+# What tells one training setup from another.
+SETUP = ["model", "dtype", "B", "T"]
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
 # What the READMEs call the libraries' kernels.
 LIBRARIES = {
@@ -106,7 +107,8 @@ def table(rows, frame, text_columns=1):
 
 
 def filled(rows, template):
-    """The template for each row, filled with its fields."""
+    """The template for each row, filled with its fields. A field without a figure becomes "nan",
+    which the callers remove."""
     return rows.apply(template.format_map, axis=1)
 
 
@@ -147,10 +149,10 @@ def attention(rows):
 
 def rungs(rows):
     """The ladder's rows, with each rate as a share of GEMM's and of the fastest library's."""
-    library = rows["tflops"].where(rows["kernel"].map(kind_of) == "library")
-    fastest = library.groupby([rows["dtype"], rows["pass"]]).transform("max")
+    library_tflops = rows["tflops"].where(rows["kernel"].map(kind_of) == "library")
+    fastest = library_tflops.groupby([rows["dtype"], rows["pass"]]).transform("max")
     of_gemm = rows["tflops"] / rows["gemm_tflops"]
-    return rows.assign(gemm=of_gemm, library=rows["tflops"] / fastest)
+    return rows.assign(of_gemm=of_gemm, of_library=rows["tflops"] / fastest)
 
 
 def fastest_library(rows):
@@ -179,8 +181,8 @@ def ladder(rows):
         figures = rows[rows["pass"] == name].set_index("kernel").reindex(new)
         columns += [
             (f"{text}, TFLOP/s", figures["tflops"].round()),
-            ("% of GEMM", (100 * figures["gemm"]).round()),
-            ("% of library", (100 * figures["library"]).round()),
+            ("% of GEMM", (100 * figures["of_gemm"]).round()),
+            ("% of library", (100 * figures["of_library"]).round()),
         ]
     headers, values = zip(*columns)
     lines = pd.DataFrame(list(zip(*values)), columns=headers)
@@ -196,8 +198,8 @@ def speed(rows, kernel):
     if rows.empty:
         return ""
     rows["way"] = rows["pass"].map({"fwd": "forward", "bwd": "backward"})
-    library = " and {library:.0%} of the fastest library"
-    figures = filled(rows, "{way} {tflops:.0f} TFLOP/s, {gemm:.0%} of GEMM" + library)
+    library = " and {of_library:.0%} of the fastest library"
+    figures = filled(rows, "{way} {tflops:.0f} TFLOP/s, {of_gemm:.0%} of GEMM" + library)
     passes = figures.str.replace(" and nan% of the fastest library", "")
     return paragraph(f"On an {rows['gpu'].iloc[0]}: {'; '.join(passes)}.").replace("%", " %")
 
@@ -219,11 +221,11 @@ def train(rows):
     rows["ids"] = rows["ids"].fillna("uniform")  # older rows do not have this field
     if "sdpa" in rows:
         rows["attention"] = rows["sdpa"].fillna(rows["attention"])
-    rows = rows.sort_values([*STEP, "kernel", "attention", "recompute"])
+    rows = rows.sort_values([*SETUP, "kernel", "attention", "recompute"])
     rows["k tok/s"] = rows["tok_s"] / 1e3
     rows = rows.rename(columns={"mfu": "MFU, %", "mem_gib": "GiB in use"})
     columns = ["kernel", "attention", "recompute", "ids", "k tok/s", "ms", "MFU, %", "GiB in use"]
-    return table(rows, rows[[*STEP, *columns]])
+    return table(rows, rows[[*SETUP, *columns]])
 
 
 def step(rows):
@@ -244,7 +246,7 @@ def step(rows):
 
 def breakdown(rows):
     """A table for each step that was taken apart, its longest call first."""
-    steps = rows.sort_values("ms", ascending=False).groupby([*STEP, "attention", "recompute"])
+    steps = rows.sort_values("ms", ascending=False).groupby([*SETUP, "attention", "recompute"])
     return "\n\n".join(breakdown_of_step(calls) for _, calls in steps)
 
 
@@ -257,7 +259,8 @@ def breakdown_of_step(calls):
         recompute {recompute}. GEMM: {gemm_tflops_sustained:.0f} TFLOP/s in a product of
         {gemm_size:.0f}³. Copy: {copy_tb_s_sustained:.2f} TB/s.""".format_map(calls.iloc[0])
     about += f" Beyond: {calls['ms beyond'].sum():.1f} ms in all."
-    calls = calls.rename(columns={"tflops": "TFLOP/s", "tb_s": "TB/s"}).replace(0, np.nan)
+    calls = calls.rename(columns={"tflops": "TFLOP/s", "tb_s": "TB/s"})
+    calls = calls.replace(0, np.nan)  # cell() shows "–": a call without products has no TFLOP/s
     columns = ["call", "calls", "ms", "% of step", "TFLOP/s", "% of GEMM", "TB/s", "% of copy"]
     return paragraph(about) + "\n\n" + table(calls, calls[[*columns, "ms beyond"]])
 
@@ -265,7 +268,7 @@ def breakdown_of_step(calls):
 def torch(rows):
     rows = rows.rename(columns={"torch_itself": "PyTorch's own", "max_norm": "clipped at"})
     columns = ["attention", "steps", "clipped at", "clipped", "difference", "allowed"]
-    return table(rows, rows[[*STEP, *columns, "PyTorch's own"]])
+    return table(rows, rows[[*SETUP, *columns, "PyTorch's own"]])
 
 
 def default_run(rows):
@@ -280,6 +283,7 @@ def default_run(rows):
 
 
 def start(rows):
+    """Seconds; in parentheses, where a start reads files, how long reading alone takes."""
     figures = filled(rows, "{seconds:.1f} ({read_seconds:.1f})")
     rows["cell"] = figures.str.removesuffix(" (0.0)")
     return table(rows, crossed(rows, ["model", "B"], "what", rows["what"].unique()))
@@ -296,7 +300,7 @@ def scaling(rows):
     rows["% of linear"] = 100 * rows["of_linear"]
     rows = rows.rename(columns={"ms_side_by_side": "ms side by side", "gib": "GiB a GPU"})
     columns = ["gpus", "zero", "k tok/s", "% of linear", "ms", "ms side by side", "GiB a GPU"]
-    return table(rows, rows[[*STEP, *columns, "losses apart"]])
+    return table(rows, rows[[*SETUP, *columns, "losses apart"]])
 
 
 def ring_errors(rows):
@@ -358,8 +362,8 @@ def plot_attention(plt, rows):
     head_sizes = sorted(rows["HS"].unique())
     size = (10, 0.6 + 3.4 * len(head_sizes))
     figure, panels = plt.subplots(len(head_sizes), 2, figsize=size, squeeze=False)
-    for line, head_size in zip(panels, head_sizes):
-        for axes, name in zip(line, ["fwd", "bwd"]):
+    for panels_of_size, head_size in zip(panels, head_sizes):
+        for axes, name in zip(panels_of_size, ["fwd", "bwd"]):
             panel = rows[(rows["HS"] == head_size) & (rows["pass"] == name)]
             for kernel, points in panel.groupby("kernel"):
                 axes.plot(points["T"], points["tflops"], **styles[kernel])
@@ -380,24 +384,24 @@ def plot_accuracy(plt, rows):
     styles = line_styles(kernels_of(rows))
     inputs = {"normal": "-", "large_q": "--", "shifted": ":"}
     worst = rows.groupby(["dtype", "tensor", "kernel", "input", "T"])["ratio_l2"].max()
+    lengths = sorted(rows["T"].unique())
     dtypes = sorted(rows["dtype"].unique(), reverse=True)
     size = (13, 3 * len(dtypes))
     figure, panels = plt.subplots(len(dtypes), len(TENSORS), figsize=size, squeeze=False)
-    for line, dtype in zip(panels, dtypes):
-        for axes, tensor in zip(line, TENSORS):
+    for panels_of_dtype, dtype in zip(panels, dtypes):
+        for axes, tensor in zip(panels_of_dtype, TENSORS):
             for (kernel, name), errors in worst[dtype, tensor].groupby(["kernel", "input"]):
-                lengths = errors.index.get_level_values("T")
                 style = styles[kernel] | {"linewidth": 1.4, "linestyle": inputs[name]}
-                axes.plot(lengths, errors, **style)
+                axes.plot(errors.index.get_level_values("T"), errors, **style)
             axes.axhline(1, color=plot.INK, linewidth=0.8)
             axes.set(title=f"{dtype} {tensor}", yscale="log")
             axes.yaxis.set_major_locator(LogLocator(subs=[1, 2, 5]))
             axes.yaxis.set_major_formatter("{x:g}")
             log_axis(axes, lengths)
-        line[0].set_ylabel("multiple of naive's L2 error")
+        panels_of_dtype[0].set_ylabel("multiple of naive's L2 error")
     marks = [plt.Line2D([], [], **style) for style in styles.values()]
-    for name, line in inputs.items():
-        marks.append(plt.Line2D([], [], color=plot.GREY, linestyle=line, label=name))
+    for name, linestyle in inputs.items():
+        marks.append(plt.Line2D([], [], color=plot.GREY, linestyle=linestyle, label=name))
     figure.legend(handles=marks, loc="outside lower center", ncols=5)
     figure.suptitle(f"Errors against fp64 by T, {rows['gpu'].iloc[0]}")
     return figure
@@ -406,18 +410,20 @@ def plot_accuracy(plt, rows):
 def plot_ring(plt, rows):
     """Errors of a ring that carries partial results in fp32 or in bf16."""
     looks = {"bf16": ("s--", plot.COLOURS[1]), "fp32": ("o-", plot.COLOURS[0])}
+    fields = {"mean_error": "mean", "max_error": "largest"}
+    ranks = sorted(rows["ranks"].unique())
     figure, panels = plt.subplots(2, 4, figsize=(10, 5), sharex=True, sharey="row")
-    for line, (field, text) in zip(panels, [("mean_error", "mean"), ("max_error", "largest")]):
-        for axes, tensor in zip(line, ["out", "dq", "dk", "dv"]):
+    for panels_of_field, (field, text) in zip(panels, fields.items()):
+        for axes, tensor in zip(panels_of_field, ["out", "dq", "dk", "dv"]):
             errors = rows[rows["tensor"] == tensor].set_index(["carry", "ranks"])[field]
             errors /= errors["fp32", 1]
             for carry, (style, colour) in looks.items():
-                ranks = errors[carry].index
-                axes.plot(ranks, errors[carry], style, color=colour, label=f"carried in {carry}")
+                curve = errors[carry]
+                axes.plot(curve.index, curve, style, color=colour, label=f"carried in {carry}")
             log_axis(axes, ranks)
             axes.set(title=f"{tensor}: {text} error", xlabel="ranks")
-        line[0].set(ylabel="multiple of one rank's", ylim=(0, None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        panels_of_field[0].set(ylabel="multiple of one rank's", ylim=(0, None))
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"Ring attention, T {rows['T'].iloc[0]}, {rows['gpu'].iloc[0]}: flat is better")
     return figure
 
@@ -425,17 +431,19 @@ def plot_ring(plt, rows):
 def plot_memory(plt, rows):
     """Flash as measured, and what naive would need.
 
-    naive also stores T×T elements of P for each of 12 heads in 12 layers, and of dP in one layer.
+    naive also stores T×T matrices: P for each of 12 heads in 12 layers, and dP for those of one
+    layer.
     """
+    squares = 12 * 12 + 12  # P and dP
     figure, axes = plt.subplots(figsize=(10, 4.6))
     for (dtype, flash), colour in zip(rows.sort_values("T").groupby("dtype"), plot.COLOURS):
         axes.plot(flash["T"], flash["mem_gib"], "o-", color=colour, label=f"flash {dtype}")
         if len(flash) < 2:
             continue
         lengths = np.arange(1024, flash["T"].max(), 64)
-        line = np.polyval(np.polyfit(flash["T"], flash["mem_gib"], 1), lengths)
-        squares = 12 * 13 * {"bf16": 2, "fp32": 4}[dtype] * lengths**2 / 2**30
-        axes.plot(lengths, line + squares, ":", color=colour, label=f"naive {dtype}, computed")
+        fitted = np.polyval(np.polyfit(flash["T"], flash["mem_gib"], 1), lengths)
+        naive = fitted + squares * {"bf16": 2, "fp32": 4}[dtype] * lengths**2 / 2**30
+        axes.plot(lengths, naive, ":", color=colour, label=f"naive {dtype}, computed")
     axes.set_xticks(rows["T"].unique(), rows["T"].unique())
     axes.set(xlabel="T", ylabel="GiB in use", ylim=(0, 3 * rows["mem_gib"].max()))
     axes.legend(loc="upper right")
@@ -471,9 +479,9 @@ TABLES = {
     "ladder bf16": RUNG._replace(where=LADDER | BF16),
     "accuracy": Source(accuracy, "accuracy", "accuracy", {}, ["HS"]),
     "accuracy example": Source(accuracy_example, "accuracy", "accuracy", EXAMPLE),
-    "train": Source(train, "train", "train", {}, STEP),
+    "train": Source(train, "train", "train", {}, SETUP),
     "step": Source(step, "train", "train", GPT2_124M, ["run"]),
-    "breakdown": Source(breakdown, "breakdown", "train", {}, [*STEP, "attention", "recompute"]),
+    "breakdown": Source(breakdown, "breakdown", "train", {}, [*SETUP, "attention", "recompute"]),
     "torch": Source(torch, "torch", "torch", {}, ["model", "dtype"]),
     "default run": Source(default_run, "default_run", "default"),
     "start": Source(start, "start", "start", {}, ["model"]),
@@ -486,7 +494,7 @@ PLOTS = {
     "attention_fp32": Source(plot_attention, "attention", "fp32", FP32),
     "accuracy": Source(plot_accuracy, "accuracy", "accuracy", {"causal": True}, ["HS"]),
     "ring": Source(plot_ring, "ring", "ring", {"study": "ring", "dtype": "bf16"}),
-    "memory": Source(plot_memory, "train", "memory", ONE_SEQUENCE, STEP),
+    "memory": Source(plot_memory, "train", "memory", ONE_SEQUENCE, SETUP),
 }
 
 
