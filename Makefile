@@ -42,15 +42,17 @@ override NVCC := $(or $(NVCC),$(CUDA_HOME:%=%/bin/nvcc),$(ON_PATH),$(INSTALLED))
 
 # nvcc, headers and libraries have to belong to the same toolkit. We ask nvcc where it is, because
 # its path does not tell: NVCC may be a wrapper or have options, and conda, NVIDIA and Debian use
-# different folders.
+# different folders. It answers in lines such as: #$ TOP=/usr/local/cuda/bin/..  Debian's, which is
+# in /usr, names no TOP.
 DRYRUN     = $(NVCC) $(CCBIN) --dryrun -x cu -c /dev/null 2>&1
-ANSWER     = $(shell $(DRYRUN) | sed -n 's/^.[$$] $(1)= *//p' | tr -d '"')
-TOP       := $(or $(call ANSWER,TOP),/usr)
-INCLUDES  := $(abspath $(patsubst -I%,%,$(call ANSWER,INCLUDES)))
-LIBRARIES := $(abspath $(patsubst -L%,%,$(filter-out %/stubs,$(call ANSWER,LIBRARIES))))
+answer     = $(shell $(DRYRUN) | sed -n 's/^.[$$] $(1)= *//p' | tr -d '"')
+TOP       := $(or $(call answer,TOP),/usr)
+INCLUDES  := $(abspath $(patsubst -I%,%,$(call answer,INCLUDES)))
+LIBRARIES := $(abspath $(patsubst -L%,%,$(filter-out %/stubs,$(call answer,LIBRARIES))))
 
 # A path with a space is several words to make.
-SPACED := $(or $(and $(word 2,$(CUDA_HOME)),$(CUDA_HOME)),$(and $(word 2,$(TOP)),$(TOP)))
+if_spaced = $(if $(word 2,$(1)),$(1))
+SPACED   := $(or $(call if_spaced,$(CUDA_HOME)),$(call if_spaced,$(TOP)))
 ifneq ($(SPACED),)
 $(error $(SPACED): make cannot use a path with a space: set CUDA_HOME to a link without one)
 endif
@@ -73,10 +75,11 @@ override NVCC = $(error there is no $(MISSING) with a toolkit$(SAYS): \
 install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
-# By default one job per core. A -j on the command line wins, even where Make 4.3 hides it here.
-# clean must not run in parallel with anything else. nproc would obey OpenMP's variables, which
-# torchrun and Slurm set to 1.
-ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS)),0)
+# By default one job per core. A make that another make has started shares its jobs. A -j on the
+# command line wins, even where Make 4.3 hides it here. clean must not run in parallel with anything
+# else. nproc would obey OpenMP's variables, which torchrun and Slurm set to 1.
+KEEP_JOBS := $(filter-out 0,$(MAKELEVEL))$(filter -j%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS))
+ifeq ($(KEEP_JOBS),)
 MAKEFLAGS += -j$(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 endif
 
@@ -105,11 +108,12 @@ CXXFLAGS  += $(patsubst %,-isystem%,$(filter-out /usr/include,$(INCLUDES)))
 LDLIBS    := $(CCBIN) -lcublas -lcublasLt -Xcompiler -fopenmp $(LIBRARIES:%=-Xlinker -rpath,%)
 
 # Not among the flags whose change recompiles everything: make test uses the objects that
-# make train_gpt2cu has compiled, and is strict with the others. In a fresh checkout these are all.
+# make train_gpt2cu has compiled, and is strict with the others: in a fresh checkout, with all.
 STRICT    = $(if $(filter 1,$(WERROR)),-Werror all-warnings)
 CXXSTRICT = $(if $(filter 1,$(WERROR)),-Werror)
 
-# NCCL, for several GPUs, is used if a program that includes nccl.h can be linked.
+# NCCL, for several GPUs, is used if both its header and its library are here: the test has a main()
+# only with the header, and it is linked with the library.
 NCCL_HOME ?= $(CUDA_HOME)
 NCCL_DIRS := $(foreach d,lib lib64,-L$(NCCL_HOME)/$d -Xlinker -rpath,$(NCCL_HOME)/$d)
 NCCL_TEST := printf '%s\n' '\#if __has_include(<nccl.h>)' 'int main() {}' '\#endif' | \
@@ -125,8 +129,8 @@ endif
 # --------------------------------------------------------------------------------------------------
 # Sources and programs
 
-ROOMS   := common attention attention/ring layers cuda layers/sm90 parallel data run
-# What takes longest to compile comes first.
+ROOMS   := common attention attention/ring layers layers/cpu cuda layers/sm90 parallel data run
+# What takes longest to compile comes first. It is listed again by ROOMS, which make ignores.
 SOURCES := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))
 KERNELS := $(filter %.cu,$(SOURCES))
 OBJECTS := $(patsubst %,build/%.o,$(basename $(SOURCES)))
@@ -222,7 +226,7 @@ build/sanitized/%.o: %.cpp build/cxx.flags
 
 # Every kernel, with warnings as errors, for the architectures whose source lines differ; later
 # architectures share those lines. In attention/ a register spill is an error, too, and so is what
-# ptxas says where it serializes wgmma or adds a wait (C7510 and up).
+# ptxas says where it serializes wgmma or adds a wait (C7510 and up): SPILLS is set for these files.
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
 build/archs/%.o: WERROR := 1
 build/archs/attention/%.o: SPILLS := -Xptxas -warn-spills
@@ -241,7 +245,7 @@ profile: train_gpt2cu
 
 # .clang-tidy says which checks are left out, and why.
 LINTED    := $(SOURCES) train_gpt2.cu $(wildcard dev/*/*.cpp dev/*/*.cu)
-HEADERS   := $(foreach d,$(ROOMS) layers/cpu dev/*,$(wildcard $d/*.h $d/*.cuh))
+HEADERS   := $(foreach d,$(ROOMS) dev/*,$(wildcard $d/*.h $d/*.cuh))
 AS_CUDA   := -x cuda --cuda-host-only --cuda-path=$(CUDA_HOME)
 TIDYFLAGS := -std=c++20 -I. -fopenmp -isystem $(shell $(CXX) -print-file-name=include) \
              $(INCLUDES:%=-isystem%)
