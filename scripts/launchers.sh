@@ -71,11 +71,11 @@ for way in ${*:-gpus torchrun mpirun machines}; do
     fi
 
     first=${first:-$losses}
-    same="losses and norms as the first"
+    verdict="losses and norms as the first"
     if [ "$losses" != "$first" ]; then
-        same="OTHER losses"
+        verdict="OTHER losses"
         failed=yes
     fi
-    echo "$way: $same; $(sed -n "s/^$steps steps in //p" "$log")"
+    echo "$way: $verdict; $(sed -n "s/^$steps steps in //p" "$log")"
 done
 [ ! "$failed" ]

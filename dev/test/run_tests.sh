@@ -17,7 +17,7 @@ background=
 # Threads that spin while they wait for each other take cores that other programs need.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 # The reference's small models gain nothing from more than 16 threads: those of 64 cores mostly wait
-# for each other. But test_attention's references are long sequences, a thread a row.
+# for each other. But test_attention's references have long sequences, whose rows the threads share.
 attention_threads=${OMP_NUM_THREADS:-$cores}
 [ "$cores" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
 
@@ -76,10 +76,10 @@ source_of() {
 }
 
 # Which programs run when.
-before=      # alone on the GPUs
+before=      # first, alone on the GPUs
+longest=     # beside the foreground
 foreground=  # one after the other
-longest=     # beside these
-others=      # in the background, or at the end
+others=      # in the background from the beginning, or else at the end
 for program in "$@"; do
     case $background,$program in
     *.py) others="$others $program" ;;

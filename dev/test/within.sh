@@ -1,13 +1,17 @@
 # . dev/test/within.sh   For scripts whose commands may hang.
 #
 # within SECONDS command…   Runs a command and returns its exit code, or 124 or 137 if it had to be
-# killed, which it then prints. TEST_PATIENCE multiplies the seconds.
+# killed. Then it also prints a line that says so. TEST_PATIENCE multiplies the seconds.
 #
 # Each command has a process group of its own. What the command started is killed with it, and at
 # Ctrl-C or SIGTERM all that still runs.
-groups=$(mktemp -d)  # has a file for each group that runs, named by its number
+
+# A folder with a file for each group that runs, named by its number. Scripts keep their logs there,
+# too: it is removed at exit.
+groups=$(mktemp -d)
 trap 'rm -rf "$groups"' EXIT
-# A shell lets its background processes ignore Ctrl-C, which some tests send.
+# A shell lets its background processes ignore Ctrl-C, which some tests send. env can undo that,
+# unless it is old.
 default_interrupt=$(env --default-signal=INT true 2>/dev/null && echo env --default-signal=INT)
 
 within() {
