@@ -60,7 +60,7 @@ def encode_example(encoding, where, index, example):
             "them in label, which the test split lacks; give val or train"
         ) from None
 
-    stream = [START_EXAMPLE, 0, index, label, len(endings)]
+    stream = [START_EXAMPLE, 0, index, label, len(endings)]  # 0 stands for the size
     for tokens in parts:
         stream += [len(tokens), *tokens]
     size = 2 * len(stream)

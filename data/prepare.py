@@ -145,6 +145,8 @@ def decode(decoder, path, offset, block):
 
 
 def read_text(path, args):
+    """The documents of a text file, in batches. A document that a cut divides goes on in the next
+    batch."""
     separator = SPEECHES if args.sources == ["tinyshakespeare"] else DOCUMENTS
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""  # what has been read and is in no batch yet
@@ -237,12 +239,12 @@ def write_shards(folder, batches, val_tokens, args, bar):
     while len(tokens) > 0 and total < max_tokens:
         is_val = total < val_tokens
         end_of_split = min(val_tokens, max_tokens) if is_val else max_tokens
-        end = min(total + args.shard_tokens, end_of_split)
+        most = min(args.shard_tokens, end_of_split - total)
 
         pieces = []
         count = 0
-        while len(tokens) > 0 and total + count < end:
-            piece = tokens[: end - total - count]
+        while len(tokens) > 0 and count < most:
+            piece = tokens[: most - count]
             pieces.append(piece)
             count += len(piece)
             bar.update(len(piece))

@@ -258,8 +258,8 @@ def make_encoding(ranks):
 
 def has_white_spaces(text, count):
     """Whether the text has `count` white spaces in a row."""
-    # So long a run fills at least one whole block of half its length, wherever it begins. Few texts
-    # have such a block, and only in these do we measure every run, which is slow.
+    # A run of this length covers at least one whole block of half the length, wherever it begins.
+    # Few texts have such a block. Only in these do we measure every run, which is slow.
     half = count // 2
     blocks = (text[begin : begin + half] for begin in range(0, len(text) - half + 1, half))
     if not any(block.isspace() for block in blocks):
