@@ -68,9 +68,9 @@ def train_torch(model, data, a, attention, dtype):
     return steps
 
 
-def largest_difference(a, b):
+def largest_difference(run, other):
     """How far apart the losses of two runs are; NaN if any of them is."""
-    return results.largest(abs(x - y) for (x, _), (y, _) in zip(a, b, strict=True))
+    return results.largest(abs(x - y) for (x, _), (y, _) in zip(run, other, strict=True))
 
 
 def judge(a, ours, reference, other):
@@ -112,8 +112,8 @@ def trainer_options(a, checkpoint, shard):
 
 
 def checkpoint_tensors(model):
-    """The tensors in a checkpoint's order: each of a block's tensors for all layers in a row, and
-    wte padded to VP rows."""
+    """The tensors in a checkpoint's order: a block's first tensor of every layer, then its second
+    of every layer, and so on. wte is padded to VP rows."""
     layers = zip(*(block.parameters() for block in model.blocks))
     found = [
         model.wte.weight,
@@ -148,6 +148,7 @@ def train_ours(a, model, tokens):
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = pathlib.Path(folder, "model.bin")
         shard = pathlib.Path(folder, "train.bin")
+        # Each header begins with a magic number and a version; version 3 of a checkpoint is fp32.
         write(checkpoint, [20240326, 3, MAX_T, V, L, NH, C, VP], *checkpoint_tensors(model))
         write(shard, [20240520, 1, len(tokens)], tokens.astype(np.uint16))
         log = results.train(trainer_options(a, checkpoint, shard))

@@ -74,21 +74,21 @@ def smooth(values, width):
     return means
 
 
-def column(rows, field):
-    """Steps and values."""
+def curve(rows, field):
+    """The steps, and the field's value at each."""
     return [row["step"] for row in rows], [row[field] for row in rows]
 
 
 def draw_run(panels, log, colour, width):
     """Draws the curves of a run; `width` is how many steps are averaged."""
     for name, (field, _) in PANELS.items():
-        steps, values = column(log["train"], field)
+        steps, values = curve(log["train"], field)
         if width > 1 and name != "lr":
             panels[name].plot(steps, values, color=colour, lw=0.6, alpha=0.25)
             values = smooth(values, width)
         panels[name].plot(steps, values, color=colour, lw=1.6)
     if log["val"]:
-        steps, losses = column(log["val"], "loss_nats")
+        steps, losses = curve(log["val"], "loss_nats")
         panels["loss"].plot(steps, losses, color=colour, zorder=5, **DOTS)
 
 

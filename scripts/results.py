@@ -150,15 +150,17 @@ def folder_of(run):
     return run if run.is_dir() else run.parent
 
 
-def check_row(row):
-    """Turns null, as the log writes a NaN, into NaN. Raises an error if a field is missing or has
-    the wrong type."""
+def checked(row):
+    """The row with NaN for null, which is how the log writes it. Raises an error if a field is
+    missing or has the wrong type."""
+    values = {}
     for field in FIELDS.get(row["kind"], []):
-        if row[field] is None:
-            row[field] = math.nan
-        is_text = isinstance(row[field], str)
+        value = math.nan if row[field] is None else row[field]
+        is_text = isinstance(value, str)
         if is_text != (field == "text"):
             raise TypeError(field)
+        values[field] = value
+    return row | values
 
 
 def read_log(run):
@@ -171,7 +173,7 @@ def read_log(run):
     rows = {kind: [] for kind in FIELDS}
     for number, row in found:
         try:
-            check_row(row)
+            row = checked(row)
         except (KeyError, TypeError) as e:
             fail(
                 f"{path}:{number}: not a row that ./train_gpt2cu writes: {e!r} in {str(row)[:60]!r}"

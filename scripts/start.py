@@ -82,7 +82,8 @@ def resumed_rows(gpu, model, options, folder):
     from_model = row(gpu, model, "model file", seconds, read_seconds)
 
     read_seconds = seconds_to_read(model_file, state_file)
-    seconds = seconds_to_first_step(options | {"-x": 9, "-o": folder, "-y": None})
+    more_steps = {"-x": 9, "-o": folder, "-y": None}
+    seconds = seconds_to_first_step(options | more_steps)
     return [from_model, row(gpu, model, "resumed", seconds, read_seconds)]
 
 

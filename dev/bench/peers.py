@@ -119,13 +119,13 @@ class Peer:
         else:
             self.attention = torch_attention(torch, backend)
 
-        X = torch.bfloat16 if dtype == "bf16" else torch.float32
-        set_bytes = 4 * B * T * NH * HS * X.itemsize
+        torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        set_bytes = 4 * B * T * NH * HS * torch_dtype.itemsize  # q, k, v and dout
         l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
         sets = 1 if backend == "torch_math" else math.ceil(2 * l2_bytes / set_bytes)
 
         def random(*shape):
-            return torch.randn(*shape, device="cuda", dtype=X)
+            return torch.randn(*shape, device="cuda", dtype=torch_dtype)
 
         self.qkv = []
         for _ in range(sets):
@@ -208,7 +208,7 @@ class Peer:
 
 def peer_rows(torch, backend, dtype, B, T, HS):
     """Two rows, forward and backward. Raises RuntimeError if the backend refuses the shape."""
-    math_bytes = 6 * 4 * B * NH * T * T
+    math_bytes = 6 * 4 * B * NH * T * T  # some six T×T matrices of fp32 for each head
     if backend == "torch_math" and math_bytes > 0.8 * torch.cuda.mem_get_info()[0]:
         raise RuntimeError(f"needs some {math_bytes / 2**30:.0f} GiB")
 

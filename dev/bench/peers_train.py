@@ -244,8 +244,9 @@ def skipped_line(kernel, attention, B, T, reason):
 
 
 def fastest(kernel, model, B, T, ours, tried, **about):
-    """A list with the row of the fastest, empty if there is none. `tried` pairs each kind of
-    attention with its figures, or with the reason why there are none."""
+    """A list with the row of the fastest, empty if there is none. `tried` yields each kind of
+    attention with its figures, or with the reason why there are none. `about` is what a row says
+    beside these; the GPU's name may be in either."""
     found = []
     for sdpa, figures in tried:
         if isinstance(figures, str):
@@ -289,6 +290,7 @@ def rows_of_shape(a, torch, B, T):
             print(skipped_line("train_gpt2cu", attention, B, T, OUT_OF_MEMORY), flush=True)
     ours = by_recompute[0]  # recomputes nothing; neither do the peers
 
+    # Each is measured when fastest() asks for it, so that its line appears before the next starts.
     tried = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
     about = {"cuda": torch.version.cuda, "torch": torch.__version__}
     rows += fastest("torch_compile", a.model, B, T, ours, tried, **about)

@@ -14,7 +14,7 @@ SIZES = {
 }
 MAX_T = 1024
 V = 50257
-VP = 50304
+VP = 50304  # V padded to a multiple of 128, as a checkpoint stores wte
 
 
 def gpt2(torch, L, NH, C, max_T, rows=VP):
