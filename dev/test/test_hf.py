@@ -235,17 +235,17 @@ def test_newest_of_a_run():
 
 
 def test_rounding_to_bf16():
-    """To the nearer of the two neighbours, a tie to the even one."""
+    """To the nearer of the two neighbours, a tie to the even one. A NaN stays one."""
     expected = {
-        0x3F800000: 0x3F80,
-        0x3F808000: 0x3F80,
-        0x3F818000: 0x3F82,
-        0x3F808001: 0x3F81,
-        0x3F807FFF: 0x3F80,
-        0x7F7FFFFF: 0x7F80,
-        0xFFFFFFFF: 0xFFFF,
-        0x7F800001: 0x7FC0,
-        0x80000001: 0x8000,
+        0x3F800000: 0x3F80,  # 1, which bf16 has
+        0x3F808000: 0x3F80,  # a tie, the lower neighbour is even
+        0x3F818000: 0x3F82,  # a tie, the upper one is
+        0x3F808001: 0x3F81,  # just above a tie
+        0x3F807FFF: 0x3F80,  # just below it
+        0x7F7FFFFF: 0x7F80,  # the largest fp32: infinity
+        0xFFFFFFFF: 0xFFFF,  # a NaN with all bits set
+        0x7F800001: 0x7FC0,  # a NaN whose upper half is infinity's
+        0x80000001: 0x8000,  # a negative denormal: -0
     }
     new_export(values=struct.pack(f"<{len(expected)}I", *expected))
     converts(*EXPORT, "--precision", "bf16")

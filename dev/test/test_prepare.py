@@ -149,16 +149,16 @@ def content(name):
     return {path.name: path.read_bytes() for path in Path("data/cache", name).iterdir()}
 
 
-def check_stream(sources, documents, *options, validation, most=None, of_shard=10**8):
+def check_stream(sources, documents, *options, validation, most=None, per_shard=10**8):
     """Prepares the sources. The shards must hold the documents' tokens, at most `most` of them:
-    the first `validation` in shards for validation, and `of_shard` in each shard."""
+    the first `validation` in shards for validation, and at most `per_shard` in each shard."""
     run(*sources, *options)
     tokens = expected_tokens(documents)[:most]
     expected = {"gpt2_tokenizer.bin": tokenizer_file(RANKS)}
     shards = 0
     for split, part in ("val", tokens[:validation]), ("train", tokens[validation:]):
-        for i in range(0, len(part), of_shard):
-            piece = part[i : i + of_shard]
+        for i in range(0, len(part), per_shard):
+            piece = part[i : i + per_shard]
             raw = header(20240520, 1, len(piece)) + struct.pack(f"<{len(piece)}H", *piece)
             expected[f"{split}_{shards:06d}.bin"] = raw
             shards += 1
@@ -212,7 +212,7 @@ def test_one_stream_of_tokens_in_shards():
 
     body = written("body.jsonl", json_lines({"body": document} for document in DOCUMENTS))
     options = "--field body --max-tokens 1.5e3 --shard-tokens 1e3 --val-tokens 100".split()
-    check_stream([body], DOCUMENTS, *options, validation=100, most=1500, of_shard=1000)
+    check_stream([body], DOCUMENTS, *options, validation=100, most=1500, per_shard=1000)
 
 
 def test_what_json_can_contain():
@@ -232,7 +232,7 @@ def test_documents_that_are_blank():
     for suffix in FORMATS:
         path = write_documents(f"format_{suffix}.{suffix}", documents)
         with mock.patch("prepare.BATCH_BYTES", 3000):
-            check_stream([path], documents, *options, validation=7001, of_shard=5000)
+            check_stream([path], documents, *options, validation=7001, per_shard=5000)
 
 
 def split_documents(text):
@@ -305,7 +305,7 @@ def test_stopped_runs_leave_no_dataset():
     part = Path("data/cache/stopped.part")
     command = [sys.executable, "-u", "data/prepare.py", *stopped, *ranks_options()]
     for most_bytes, stop, code, says in (
-        (90000, 0, 1, "too large"),
+        (90000, 0, 1, "too large"),  # 0 is no signal
         (10**9, signal.SIGINT, 1, "interrupted"),
         (10**9, signal.SIGKILL, -signal.SIGKILL, ""),
     ):

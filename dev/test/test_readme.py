@@ -49,7 +49,8 @@ def small_inputs(folder):
     tokenizer = header(20240328, 2, 257, 256) + single_bytes + end_of_text
     written(folder / "tokenizer.bin", tokenizer)
 
-    # One question with two endings; data/hellaswag.py describes the format.
+    # One question with two endings, of which 1 is right; data/hellaswag.py describes the format.
+    # After the numbers of tokens, here 2, 1 and 2, the tokens are bytes: "Th", "e" and "is".
     question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)
     written(folder / "questions.bin", header(20240522, 1, 1, len(question)) + question)
 

@@ -447,7 +447,7 @@ def test_peers_of_training():
 
 
 def test_figures_of_llmc(tmp):
-    """The mean of the steps of 5 s, after a warm-up of 3 s."""
+    """The mean over 5 s of steps, after a warm-up of 3 s."""
     import peers_train
 
     steps = [("9.5", ms) for ms in (1500, 1500, 2000, 1000, 2000)] + [("7.5", 9999)]
@@ -576,6 +576,7 @@ def test_one_toolkit_is_chosen(tmp):
         (tmp / "tools" / name).symlink_to(shutil.which(name))
     executable(tmp / "silent" / "bin" / "nvcc", "")
     executable(tmp / "failing" / "bin" / "nvcc", "echo 'nvcc fatal: no such g++'; exit 1")
+    # Each case adds the toolkit that is to be found, and those of earlier cases stay.
     for found, home, says in (
         (None, "", "there is no nvcc"),
         ("local/cuda", "", ""),
@@ -661,8 +662,7 @@ def test_programs_with_kernels_keep_most_cores(tmp):
     programs = "dev/kernels", "dev/plain"
     path = before_others(tmp, {"nproc": "echo 16", **dict.fromkeys(programs, says)})
     written(tmp / "dev" / "test" / "kernels.cu", "")
-    runner = ROOT / "dev" / "test" / "run_tests.sh"
-    done = run(runner, "true", *programs, cwd=tmp, OMP_NUM_THREADS="9", **path)
+    done = run(RUN_TESTS, "true", *programs, cwd=tmp, OMP_NUM_THREADS="9", **path)
     assert "threads of ./dev/kernels: 9.\n" in done.stdout, done
     assert "threads of ./dev/plain: 2.\n" in done.stdout, done
 
@@ -673,6 +673,7 @@ def test_runner_of_the_tests(tmp):
     programs = {
         "good": "echo 3 passed, 0 failed, 1 skipped",
         "bad": "echo 1 passed, 2 failed, 0 skipped; exit 1",
+        # Each of the next four counts as one failure.
         "dies": "echo boom; exit 139",
         "lies": "echo 3 passed, 0 failed, 0 skipped; exit 3",
         "hangs": "sleep 60 & echo $! >pid; wait",
@@ -688,6 +689,7 @@ harness.main()""",
     path = before_others(tmp, {**programs, "nproc": "echo $CORES"})
     limits = {"TEST_LIMIT": "3", "TEST_PATIENCE": "1"}
     for cores in "2", "16":
+        # The command, "false", is a failure, too.
         done = run(RUN_TESTS, "false", *programs, cwd=tmp, code=1, CORES=cores, **limits, **path)
         assert done.stdout.endswith("\n5 passed, 8 failed, 1 skipped\n"), done.stdout
         assert done.stdout.count(": no end") == 2, done.stdout
@@ -701,12 +703,12 @@ def test_measuring_in_parts(tmp):
     """Each benchmark runs, with the same RUN. After a failure nothing else does, tables.py
     included."""
     script = copied_script(tmp, "measure.sh")
-    # As in the order in which measure.sh runs them.
+    # In the order in which measure.sh runs them.
     benches = (
         "bench_attention accuracy study_accumulation study_ring bench_ring bench_train".split()
     )
     scripts = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "tables")]
-    for name in benches:
+    for name in benches:  # python3, below, records what runs
         executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
     programs = {
         "make": "",
