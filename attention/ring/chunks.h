@@ -15,8 +15,8 @@
 template <class Dev, class X>
 class Chunks : public Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
-    using Base::dkv_, Base::dkv_sum_, Base::out_dq_, Base::out_dq_sum_;
-    using Base::dkv_view, Base::kv_elements, Base::kv_shape, Base::parts, Base::tokens, Base::view;
+    using Base::dkv_view, Base::kv_elements, Base::kv_shape, Base::parts, Base::q_shape, Base::view;
+    using Base::piece_dkv_, Base::sum_dkv_, Base::piece_out_dq_, Base::sum_out_dq_;
     using Base::T, Base::dev_, Base::s_;
 
   public:
@@ -35,19 +35,20 @@ class Chunks : public Pieces<Dev, X> {
             const bool first = p.k0 == 0;
             Base::forward(p, {.qkv = qkv}, sum, first, sum.o);
         });
-        add(dev_, tokens(T()), view(out), sum.o);  // the one rounding
+        add(dev_, q_shape(T()), view(out), sum.o);  // the one rounding
     }
 
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
-        dev_.zero(out_dq_sum_, s_.queries().elements() * sizeof(A));
-        dev_.zero(dkv_sum_, kv_elements() * sizeof(A));
+        dev_.zero(sum_out_dq_, s_.queries().elements() * sizeof(A));
+        dev_.zero(sum_dkv_, kv_elements() * sizeof(A));
         for_each_piece([&](const PieceCall& p) {
-            Base::backward(p, {.qkv = qkv, .dout = dout, .out = out, .lse = lse}, out_dq_, dkv_);
-            add_to(tokens(p.Tq), view(out_dq_sum_).from(p.q0), view(out_dq_).from(p.q0));
-            add_to(kv_shape(p.Tk), dkv_view(dkv_sum_).from(p.k0), dkv_view(dkv_).from(p.k0));
+            Base::backward(p, {.qkv = qkv, .dout = dout, .out = out, .lse = lse}, piece_out_dq_,
+                           piece_dkv_);
+            add_to(q_shape(p.Tq), view(sum_out_dq_).from(p.q0), view(piece_out_dq_).from(p.q0));
+            add_to(kv_shape(p.Tk), dkv_view(sum_dkv_).from(p.k0), dkv_view(piece_dkv_).from(p.k0));
         });
-        add(dev_, tokens(T()), parts(dqkv).q, view(out_dq_sum_));
-        add(dev_, kv_shape(T()), parts(dqkv).k, dkv_view(dkv_sum_));
+        add(dev_, q_shape(T()), parts(dqkv).q, view(sum_out_dq_));
+        add(dev_, kv_shape(T()), parts(dqkv).k, dkv_view(sum_dkv_));
     }
 
   private:

@@ -119,10 +119,10 @@ class Pieces {
     void place(void* memory) {
         begin_ = reinterpret_cast<uintptr_t>(memory);
         next_ = begin_;
-        take(out_dq_sum_, s_.queries().elements());
-        take(out_dq_, s_.queries().elements());
-        take(dkv_sum_, kv_elements());
-        take(dkv_, kv_elements());
+        take(sum_out_dq_, s_.queries().elements());
+        take(piece_out_dq_, s_.queries().elements());
+        take(sum_dkv_, kv_elements());
+        take(piece_dkv_, kv_elements());
         take(piece_rest_, 2 * rows());
         sum_rest_ = piece_rest_ + rows();
         take(piece_lse_, rows());
@@ -154,7 +154,7 @@ class Pieces {
         piece.causal = p.causal;
         return piece;
     }
-    AttentionShape tokens(int n) const {
+    AttentionShape q_shape(int n) const {  // of n queries, or their out or dq
         AttentionShape some = s_;
         some.Tq = n;
         some.Tk = n;
@@ -180,11 +180,11 @@ class Pieces {
     // Keys and values of n tokens side by side, or their gradients, as one tensor of 2·NH heads. In
     // a packed tensor it begins at the keys, because a token's values follow them.
     AttentionShape kv_shape(int n) const {
-        AttentionShape both = tokens(n);
+        AttentionShape both = q_shape(n);
         both.NH = 2 * s_.keys().heads;
         return both;
     }
-    // In dkv_sum_, dkv_ and what a ring sends: (T, B, K and V, heads, HS).
+    // In sum_dkv_, piece_dkv_ and what a ring sends: (T, B, K and V, heads, HS).
     HeadsView<A> dkv_view(A* dkv) const {
         const size_t sequence = 2 * s_.keys().C();
         return {.ptr = dkv, .batch_stride = sequence, .token_stride = s_.B * sequence};
@@ -214,7 +214,7 @@ class Pieces {
         if (!kHasRest)
             dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_
         A* const rest = kHasRest ? rest_of(lse) : sum_rest_;
-        return {.o = view(out_dq_sum_), .lse = stats(lse), .rest = stats(rest)};
+        return {.o = view(sum_out_dq_), .lse = stats(lse), .rest = stats(rest)};
     }
 
     // A query's first piece writes the sum. The others are merged into it, and their merged o is
@@ -223,7 +223,7 @@ class Pieces {
     void forward(const PieceCall& p, const Inputs& in, const Partial<A>& sum, bool first,
                  HeadsView<Y> dst) {
         const Partial<A> piece{
-            .o = view(out_dq_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
+            .o = view(piece_out_dq_), .lse = stats(piece_lse_), .rest = stats(piece_rest_)};
         const Partial<A> to = (first ? sum : piece).from(p.q0);
         const KeysAndValues kv = keys_and_values(in);
         AttentionForward<X, A> c{shape_of(p)};
@@ -236,7 +236,7 @@ class Pieces {
             c.lse_rest = to.rest;
         attention_forward(dev_, kind_, c);
         if (!first)
-            merge(dev_, tokens(p.Tq), dst.from(p.q0), sum.from(p.q0), piece.from(p.q0));
+            merge(dev_, q_shape(p.Tq), dst.from(p.q0), sum.from(p.q0), piece.from(p.q0));
     }
 
     // Writes the piece's part of dq and dkv.
@@ -263,14 +263,14 @@ class Pieces {
     const Attention kind_;
     // dk and dv are (T, B, K and V, heads, HS), so that what the first tokens have is one stretch
     // of memory. In fp32 the rest of the merged lse is in the caller's lse, not in sum_rest_.
-    A* out_dq_sum_;  // (B, T, NH, HS): out in forward, merged, and dq in backward, added up
-    A* out_dq_;      // that of a piece
-    A* dkv_sum_;     // dk and dv, added up
-    A* dkv_;         // those of a piece
-    A* piece_rest_;  // (B, NH, T), of a piece's lse
-    A* sum_rest_;    // of the merged lse; follows piece_rest_
-    A* piece_lse_;   // (B, NH, T)
-    char* scratch_;  // the kernel's
+    A* sum_out_dq_;    // (B, T, NH, HS): out in forward, merged, and dq in backward, added up
+    A* piece_out_dq_;  // that of a piece
+    A* sum_dkv_;       // dk and dv, added up
+    A* piece_dkv_;     // those of a piece
+    A* piece_rest_;    // (B, NH, T), of a piece's lse
+    A* sum_rest_;      // of the merged lse; follows piece_rest_
+    A* piece_lse_;     // (B, NH, T)
+    char* scratch_;    // the kernel's
 
   private:
     uintptr_t begin_ = 0;

@@ -41,9 +41,9 @@ struct RingRank {
 template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring : Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
-    using Base::dkv_, Base::dkv_sum_, Base::out_dq_, Base::out_dq_sum_;
     using Base::dkv_view, Base::kv_elements, Base::kv_shape, Base::kv_view;
-    using Base::parts, Base::take, Base::tokens, Base::view, typename Base::Inputs;
+    using Base::parts, Base::q_shape, Base::take, Base::view, typename Base::Inputs;
+    using Base::piece_dkv_, Base::sum_dkv_, Base::piece_out_dq_, Base::sum_out_dq_;
     using Base::T, Base::dev_, Base::s_;
 
   public:
@@ -78,7 +78,7 @@ class Ring : Pieces<Dev, X> {
             // none.)
             const int not_rounded = first ? T() : p.q0;
             if (last && not_rounded > 0)
-                add(dev_, tokens(not_rounded), view(out), sum.o);
+                add(dev_, q_shape(not_rounded), view(out), sum.o);
         }
     }
 
@@ -89,12 +89,12 @@ class Ring : Pieces<Dev, X> {
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
         const Inputs own{.qkv = qkv, .dout = dout, .out = out, .lse = lse};
         // The early chunk sees others' keys unless this is rank 0, and then from step 1 on. That
-        // step writes out_dq_sum_ for all queries, so what the chunk finds here is kept in out_dq_
-        // and added then. On rank 0 this call alone writes the early chunk's dq.
+        // step writes sum_out_dq_ for all queries, so what the chunk finds here is kept in
+        // piece_out_dq_ and added then. On rank 0 this call alone writes the early chunk's dq.
         const bool early_sees_others = rank_ > 0;
         overlap({.step = 0, .kv = ranks() > 1}, qkv, [&] {
-            Base::backward(own_keys(0, Tc_), own, early_sees_others ? out_dq_ : out_dq_sum_,
-                           dkv_sum_);
+            Base::backward(own_keys(0, Tc_), own, early_sees_others ? piece_out_dq_ : sum_out_dq_,
+                           sum_dkv_);
         });
 
         for (int step = 1; step < ranks(); step++) {
@@ -103,17 +103,17 @@ class Ring : Pieces<Dev, X> {
                 const PieceCall p = others_keys(step);
                 Inputs in = own;
                 in.kv = kv_.here;
-                Base::backward(p, in, first ? out_dq_sum_ : out_dq_,
-                               first ? dkv_travelling_.here : dkv_);
+                Base::backward(p, in, first ? sum_out_dq_ : piece_out_dq_,
+                               first ? dkv_travelling_.here : piece_dkv_);
 
                 // At step 1 the call has written the sum itself. All that is left to add is what
                 // step 0 found for the early chunk, if the call has its queries (p.q0 is 0 then).
                 int queries = T() - p.q0;
                 if (first)
                     queries = early_sees_others ? Tc_ : 0;
-                const HeadsView<A> sum = view(out_dq_sum_).from(p.q0);
+                const HeadsView<A> sum = view(sum_out_dq_).from(p.q0);
                 if (queries > 0)
-                    add(dev_, tokens(queries), sum, sum, view(out_dq_).from(p.q0));
+                    add(dev_, q_shape(queries), sum, sum, view(piece_out_dq_).from(p.q0));
             });
             if (first)
                 continue;
@@ -121,12 +121,13 @@ class Ring : Pieces<Dev, X> {
             // What has arrived is added to this rank's, which has at least as many chunks, and the
             // sum is sent on at the next step.
             const int n = summed(previous(), step - 1);
-            add(dev_, kv_shape(n), dkv_view(dkv_), dkv_view(dkv_), dkv_view(dkv_travelling_.here));
-            std::swap(dkv_, dkv_travelling_.here);
+            add(dev_, kv_shape(n), dkv_view(piece_dkv_), dkv_view(piece_dkv_),
+                dkv_view(dkv_travelling_.here));
+            std::swap(piece_dkv_, dkv_travelling_.here);
         }
 
         overlap({.step = ranks(), .dkv = ranks() > 1}, qkv, [&] {
-            Base::backward(own_keys(Tc_, Tc_), own, out_dq_, dkv_);
+            Base::backward(own_keys(Tc_, Tc_), own, piece_out_dq_, piece_dkv_);
             store_dq(parts(dqkv).q);
         });
         store_dkv(parts(dqkv).k);
@@ -210,17 +211,18 @@ class Ring : Pieces<Dev, X> {
         });
     }
 
-    // out_dq_ has the late queries' dq from this rank's own keys, which the last call has written.
+    // piece_out_dq_ has the late queries' dq from this rank's own keys, which the last call has
+    // written.
     void store_dq(HeadsView<X> dq) {
-        add(dev_, tokens(Tc_), dq, view(out_dq_sum_));
-        const HeadsView<A> others = ranks() > 1 ? view(out_dq_sum_).from(Tc_) : HeadsView<A>{};
-        add(dev_, tokens(Tc_), dq.from(Tc_), view(out_dq_).from(Tc_), others);
+        add(dev_, q_shape(Tc_), dq, view(sum_out_dq_));
+        const HeadsView<A> others = ranks() > 1 ? view(sum_out_dq_).from(Tc_) : HeadsView<A>{};
+        add(dev_, q_shape(Tc_), dq.from(Tc_), view(piece_out_dq_).from(Tc_), others);
     }
     // The sum of what the late queries, the early queries and the other ranks found.
     void store_dkv(HeadsView<X> dkv) {
         const int arrived = ranks() > 1 ? summed(previous(), ranks() - 1) : 0;
-        const HeadsView<A> late_queries = dkv_view(dkv_);
-        const HeadsView<A> early_queries = dkv_view(dkv_sum_);
+        const HeadsView<A> late_queries = dkv_view(piece_dkv_);
+        const HeadsView<A> early_queries = dkv_view(sum_dkv_);
         const HeadsView<A> others = dkv_view(dkv_travelling_.here);
         const HeadsView<A> none{};
         add(dev_, kv_shape(Tc_), dkv, late_queries, early_queries, arrived > 0 ? others : none);
@@ -233,6 +235,6 @@ class Ring : Pieces<Dev, X> {
     const int Tc_;  // tokens of a chunk
     Comm* comm_ = nullptr;
     Travelling<X> kv_;  // (B, T, K and V, heads, HS)
-    // Like dkv_, the sum over the ranks so far, of the gradients of the keys in kv_.here.
+    // Like piece_dkv_, the sum over the ranks so far, of the gradients of the keys in kv_.here.
     Travelling<A> dkv_travelling_;
 };
