@@ -22,13 +22,15 @@
 struct Zigzag {
     int ranks;
 
+    // The early (late = 0) or the late (1) of a rank's two chunks.
     int chunk(int rank, int late) const { return late ? 2 * ranks - 1 - rank : rank; }
 
     // The rank whose keys `rank` has at a step.
     int source(int rank, int step) const { return (rank - step + ranks) % ranks; }
 
     // How many chunks of another rank's keys the queries of `rank` see at a step: 1, the early one
-    // alone, or 2. The gradients of these keys visit the ranks that see both chunks last.
+    // alone, or 2. The gradients of these keys first visit all ranks that see one chunk, then those
+    // that see both.
     int visible(int rank, int step) const { return source(rank, step) < rank ? 1 : 2; }
 };
 
@@ -62,11 +64,12 @@ class Ring : Pieces<Dev, X> {
 
     void forward(X* out, A* lse, const X* qkv) {
         const Partial<A> sum = Base::start_sum(lse);
+        load_own_kv(qkv);
         for (int step = 0; step < ranks(); step++) {
             const bool first = step == 0;
             const bool last = step + 1 == ranks();
             const PieceCall p = first ? own_keys(0, T()) : others_keys(step);
-            overlap({.step = step, .kv = !last}, qkv, [&] {
+            overlap({.step = step, .kv = !last}, [&] {
                 const Inputs in{.qkv = qkv, .kv = first ? nullptr : kv_.here};
                 if (!last)
                     Base::forward(p, in, sum, first, sum.o);
@@ -83,39 +86,42 @@ class Ring : Pieces<Dev, X> {
     }
 
     // The gradients of a rank's keys start at the next rank, at step 1, and are home after N − 1
-    // hops. A hop of gradients takes twice as long as one of keys in bf16. So the first hop, of
-    // keys, overlaps the early chunk's queries with the rank's own keys, and the last, of
-    // gradients, the late chunk's, which are three times the work.
+    // hops. A hop of gradients takes twice as long as one of keys in bf16. So of the calls with the
+    // rank's own keys, that of the early queries runs beside the first hop, which has only keys,
+    // and that of the late queries, three times the work, beside the last, which has only
+    // gradients.
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
         const Inputs own{.qkv = qkv, .dout = dout, .out = out, .lse = lse};
-        // The early chunk sees others' keys unless this is rank 0, and then from step 1 on. That
-        // step writes sum_out_dq_ for all queries, so what the chunk finds here is kept in
-        // piece_out_dq_ and added then. On rank 0 this call alone writes the early chunk's dq.
+        load_own_kv(qkv);
+
+        // On rank 0 the early queries see no other rank's keys, so this call writes their whole dq.
+        // On the others step 1 is the first to write the sum, for all queries, and what this call
+        // finds waits in piece_out_dq_ until then.
         const bool early_sees_others = rank_ > 0;
-        overlap({.step = 0, .kv = ranks() > 1}, qkv, [&] {
-            Base::backward(own_keys(0, Tc_), own, early_sees_others ? piece_out_dq_ : sum_out_dq_,
-                           sum_dkv_);
-        });
+        A* const early_dq = early_sees_others ? piece_out_dq_ : sum_out_dq_;
+        overlap({.step = 0, .kv = ranks() > 1},
+                [&] { Base::backward(own_keys(0, Tc_), own, early_dq, sum_dkv_); });
 
         for (int step = 1; step < ranks(); step++) {
-            const bool first = step == 1;
-            overlap({.step = step, .kv = step + 1 < ranks(), .dkv = !first}, qkv, [&] {
+            const bool writes_sums = step == 1;  // later steps add to them
+            overlap({.step = step, .kv = step + 1 < ranks(), .dkv = !writes_sums}, [&] {
                 const PieceCall p = others_keys(step);
                 Inputs in = own;
                 in.kv = kv_.here;
-                Base::backward(p, in, first ? sum_out_dq_ : piece_out_dq_,
-                               first ? dkv_travelling_.here : piece_dkv_);
+                A* const dq = writes_sums ? sum_out_dq_ : piece_out_dq_;
+                A* const dkv = writes_sums ? dkv_travelling_.here : piece_dkv_;
+                Base::backward(p, in, dq, dkv);
 
-                // At step 1 the call has written the sum itself. All that is left to add is what
-                // step 0 found for the early chunk, if the call has its queries (p.q0 is 0 then).
+                // How many queries, from p.q0 on, have a dq in piece_out_dq_ that the sum lacks. At
+                // step 1 these are the early ones of step 0 (p.q0 is 0 if they see others' keys).
                 int queries = T() - p.q0;
-                if (first)
+                if (writes_sums)
                     queries = early_sees_others ? Tc_ : 0;
                 const HeadsView<A> sum = view(sum_out_dq_).from(p.q0);
                 if (queries > 0)
                     add(dev_, q_shape(queries), sum, sum, view(piece_out_dq_).from(p.q0));
             });
-            if (first)
+            if (writes_sums)
                 continue;
 
             // What has arrived is added to this rank's, which has at least as many chunks, and the
@@ -126,7 +132,7 @@ class Ring : Pieces<Dev, X> {
             std::swap(piece_dkv_, dkv_travelling_.here);
         }
 
-        overlap({.step = ranks(), .dkv = ranks() > 1}, qkv, [&] {
+        overlap({.step = ranks(), .dkv = ranks() > 1}, [&] {
             Base::backward(own_keys(Tc_, Tc_), own, piece_out_dq_, piece_dkv_);
             store_dq(parts(dqkv).q);
         });
@@ -172,17 +178,22 @@ class Ring : Pieces<Dev, X> {
         const int Tq = visible == 2 ? Tc_ : T();
         return {.q0 = T() - Tq, .Tq = Tq, .k0 = 0, .Tk = visible * Tc_, .causal = false};
     }
-    // Tokens whose dk and dv hold a sum once `rank` has added its part for the keys of `step`.
+    // How many of a step's tokens have dk and dv when `rank` sends these on: those of the chunks
+    // that it sees. No rank before it has seen more.
     int summed(int rank, int step) const { return zigzag_.visible(rank, step) * Tc_; }
+
+    // Copies the rank's own keys and values to where they travel from.
+    void load_own_kv(const X* qkv) {
+        if (ranks() > 1)
+            add(dev_, kv_shape(T()), kv_view(kv_.here), parts(qkv).k);
+    }
 
     // Calls work() while the hop travels. Afterwards what the previous rank has sent is here.
     template <class Work>
-    void overlap(const Hop& hop, const X* qkv, Work work) {
+    void overlap(const Hop& hop, Work work) {
         if (!hop.kv && !hop.dkv)
             return work();
 
-        if (hop.step == 0)
-            add(dev_, kv_shape(T()), kv_view(kv_.here), parts(qkv).k);
         comm_->fork();
         send_and_receive(hop);
         comm_->head_start();
@@ -235,6 +246,7 @@ class Ring : Pieces<Dev, X> {
     const int Tc_;  // tokens of a chunk
     Comm* comm_ = nullptr;
     Travelling<X> kv_;  // (B, T, K and V, heads, HS)
-    // Like piece_dkv_, the sum over the ranks so far, of the gradients of the keys in kv_.here.
+    // (T, B, K and V, heads, HS). What the ranks so far found for the keys of one step, added up.
+    // It is sent during the next step.
     Travelling<A> dkv_travelling_;
 };
