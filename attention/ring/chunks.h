@@ -65,14 +65,13 @@ class Chunks : public Pieces<Dev, X> {
     }
 
     // The calls of a chunk of queries with a chunk of keys. Under a causal mask queries before k0
-    // see no key of the chunk, those from k0 on some (the masked piece), and those from k_end − 1
-    // on all. Of these, query k_end − 1 is the masked piece's last and the others are the whole
-    // piece.
+    // see no key of the chunk, those from k0 to k_end − 1 see some (the masked piece; the last of
+    // them sees all), and later ones see all (the whole piece).
     template <class F>
     void for_each_piece_of(int q0, int q_end, int k0, int k_end, F f) const {
         const int masked_q0 = std::max(q0, k0);
-        const int masked_end = s_.causal ? std::min(q_end, k_end) : masked_q0;
-        if (masked_q0 < masked_end)
+        const int masked_end = std::min(q_end, k_end);  // of its queries, and so of its keys
+        if (s_.causal && masked_q0 < masked_end)
             f({.q0 = masked_q0,
                .Tq = masked_end - masked_q0,
                .k0 = k0,
