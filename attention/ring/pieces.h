@@ -45,6 +45,7 @@ struct Merge {
         };
         const double lse_sum = exact_lse(sum);
         const double lse_b = exact_lse(piece);
+        // exp(lse) of the lighter side, divided by that of the heavier
         const A ratio = std::exp(-static_cast<A>(std::fabs(lse_sum - lse_b)));
         const double lse_merged = (lse_b > lse_sum ? lse_b : lse_sum) + std::log1p(ratio);
 
@@ -70,7 +71,8 @@ template <class Y>
 void merge(const Cuda&, const AttentionShape&, HeadsView<Y> dst, const Partial<float>& sum,
            const Partial<float>& piece);
 
-// dst ← a + b + c, without those that are null. dst may be one of them.
+// dst ← a + b + c, without those that are null, rounded to Y. dst may be one of them. With a alone
+// this copies or rounds it.
 template <class Y, class Z>
 void add(const Cuda&, const AttentionShape&, HeadsView<Y> dst, HeadsView<Z> a, HeadsView<Z> b = {},
          HeadsView<Z> c = {});
@@ -208,11 +210,11 @@ class Pieces {
 
     // ---- calls
 
-    // The sum of each query, yet to be written by its first piece. Kernels that write no rest leave
-    // both rests at the zeros that this writes.
+    // The sum of each query, yet to be written by its first piece. A kernel that writes no rest
+    // leaves both rests as they are, so this sets them to zero.
     Partial<A> start_sum(A* lse) {
         if (!kHasRest)
-            dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_
+            dev_.zero(piece_rest_, 2 * rows() * sizeof(A));  // and sum_rest_, which follows it
         A* const rest = kHasRest ? rest_of(lse) : sum_rest_;
         return {.o = view(sum_out_dq_), .lse = stats(lse), .rest = stats(rest)};
     }
