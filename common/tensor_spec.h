@@ -32,6 +32,7 @@ struct TensorSpec {
     size_t pointer_offset = kNoPointer;
 
     size_t size() const { return rows * cols; }  // elements of one layer
+    // of all layers; kShared is one layer's memory
     size_t elements() const { return size() * static_cast<size_t>(std::max(layers, 1)); }
     bool decays() const { return kind != kVector; }
     bool is_matrix() const { return kind == kMatrix; }

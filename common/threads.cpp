@@ -41,16 +41,16 @@ static std::string own_group() {
     return "/";
 }
 
-// How many threads can run at once, up to `wanted`: starts that many, which do nothing, and counts.
+// How many threads can run at once, up to `wanted`: starts that many and counts. They only wait for
+// the gate, so that none ends before all have started.
 static int startable_threads(int wanted) {
-    std::mutex all_have_started;
+    std::mutex gate;
     std::vector<std::thread> others;
     {
-        const std::lock_guard<std::mutex> lock(all_have_started);
+        const std::lock_guard<std::mutex> closed(gate);
         try {
             while (static_cast<int>(others.size()) + 1 < wanted) {
-                others.emplace_back(
-                    [&] { const std::lock_guard<std::mutex> wait(all_have_started); });
+                others.emplace_back([&] { const std::lock_guard<std::mutex> passed(gate); });
             }
             // NOLINTNEXTLINE(bugprone-empty-catch): these are all that the system lets us have
         } catch (const std::system_error&) {

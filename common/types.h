@@ -103,9 +103,9 @@ struct Positions {
 
 // One tensor's range of the parameters, for the optimizer: `pieces` pieces of `size` elements, the
 // first at element `begin` of the parameter arena and each `stride` elements after the one before.
-// (If the optimizer is sharded, a rank may have a piece of every layer.) Gradients and optimizer
-// state have no gaps, neither between a rank's ranges nor between their pieces, so there a range
-// starts `skipped` elements earlier.
+// (If the optimizer is sharded, a rank may have a piece of every layer.) Before `begin`, `skipped`
+// elements of the arena are not this rank's. Its gradients and optimizer state have no gaps: they
+// leave out these elements and those between pieces.
 struct ParamRange {
     size_t begin;
     size_t size;
