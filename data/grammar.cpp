@@ -319,10 +319,11 @@ class Reader {
         s.capital = std::isupper(static_cast<unsigned char>(name[0])) != 0;
         name[0] = to_lower(name[0]);
 
+        // The name is a variable's if read_bindings() has found a {name:rule}, else a rule's. For a
+        // variable {name:rule} chooses a row; {name} and {name.column} use the row chosen before.
         s.variable = find(g_.variables, name);
         const bool is_variable = s.variable >= 0;
         s.rule = is_variable ? g_.variables[s.variable].rule : g_.rule(name);
-        // {name:rule} chooses the row of a variable; without a rule, that row is meant.
         if (is_variable && rule.empty())
             s.kind = column.empty() ? Symbol::repeat : Symbol::recall;
 

@@ -106,7 +106,8 @@ class Loader {
 
     LoaderState state_;
     std::vector<size_t> order_;  // the shards in the order of this epoch
-    // The number in this epoch of the first window of each shard of order_; at the end, windows_.
+    // Element i: how many windows of this epoch come before those of shard order_[i]. There is
+    // one element more than in order_, which is windows_.
     std::vector<uint64_t> first_window_;
     std::unique_ptr<InputFile> file_;  // the shard that was read last
 

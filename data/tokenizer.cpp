@@ -201,7 +201,7 @@ void Tokenizer::read_pieces(const InputFile& file, uint32_t count) {
     for (uint32_t token = 0; token < count; token++) {
         const size_t length = static_cast<unsigned char>(text[at]);  // 0 at the end of the text
         const size_t left = text.size() - at;
-        if (left < 1 + length)
+        if (left < 1 + length)  // tested here, so that no message is formatted for good tokens
             file.require(
                 false,
                 format("truncated in token %u of %u at offset %zu: expected %zu bytes, found %zu",
@@ -243,7 +243,8 @@ std::vector<size_t> Tokenizer::merge_pairs(const std::string& word) const {
     };
     const size_t n = word.size();
     // Of the part that starts at byte i, element i is where the next part and the previous one
-    // start. At first each byte is a part. next[n] is n + 1, where no part ends.
+    // start. At first each byte is a part. No part starts at n, and next[n] is n + 1, which is no
+    // pair's end.
     std::vector<size_t> next(n + 1);
     std::vector<size_t> previous(n + 1);
     std::iota(next.begin(), next.end(), 1);
@@ -272,7 +273,9 @@ std::vector<size_t> Tokenizer::merge_pairs(const std::string& word) const {
 
         next[begin] = end;
         previous[end] = begin;
-        next[middle] = n;  // no part starts here any more, and no pair ends at next[n]
+        // No part starts here any more. A pair that did is outdated, because next[n] is not its
+        // end.
+        next[middle] = n;
         add_pair_at(begin);
         if (begin > 0)
             add_pair_at(previous[begin]);
