@@ -277,7 +277,7 @@ int wait_for_ranks(Processes running, const sigset_t& signals) {
 
     while (!running.empty()) {
         const int signal = next_signal(signals, deadline);
-        if (signal == 0) {
+        if (signal == 0) {  // the deadline has passed
             time_is_up = true;
             deadline = INFINITY;
         }
@@ -291,6 +291,7 @@ int wait_for_ranks(Processes running, const sigset_t& signals) {
 
         for (const Ended& process : reap()) {
             const auto entry = running.extract(process.pid);
+            // Once time is up, ranks die of our SIGKILL, which decides nothing.
             if (entry.empty() || time_is_up || !decides_exit_code(process, code))
                 continue;
             print_failure(entry.mapped(), process);

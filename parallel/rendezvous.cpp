@@ -250,6 +250,7 @@ class Rank0 {
         constexpr int kMilliseconds = 10;
         constexpr size_t kMostStrangers = 256;
         pollfd incoming = {.fd = listener_.fd, .events = POLLIN, .revents = 0};
+        // If accept4() fails, the stranger's fd is −1, and read() refuses it.
         if (poll(&incoming, 1, kMilliseconds) > 0)
             strangers_.emplace_back(accept4(listener_.fd, nullptr, nullptr, SOCK_CLOEXEC));
         if (strangers_.size() > kMostStrangers)
@@ -308,6 +309,7 @@ std::string ask_rank_0(const RankInfo& self, const Hello& own, double timeout) {
             }
 
             s.send_all(hello);
+            // Rank 0's own timeout has begun by now, so it is over by then.
             while (!s.receive() && now() < deadline + timeout) {
                 usleep(10000);
             }
