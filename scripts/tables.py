@@ -98,8 +98,12 @@ def cell(value):
 def table(rows, frame, text_columns=1):
     """`frame` in Markdown, below a line that says where and when its rows were measured."""
     machines = (rows["gpu"] + ", driver " + rows["driver"] + ", CUDA " + rows["cuda"]).unique()
-    dates = (rows["date"].str[:10] + " at " + rows["commit"].str[:7]).unique()
-    caption = paragraph(f"{'; '.join(machines)}. Measured {', '.join(sorted(dates))}.")
+    commits = rows["commit"].str[:7].groupby(rows["date"].str[:10]).unique()
+    dates = [
+        f"{date} (commit{'s' * (len(these) > 1)} {' and '.join(these)})"
+        for date, these in commits.items()
+    ]
+    caption = paragraph(f"{'; '.join(machines)}. Measured on {', '.join(dates)}.")
     rule = ["---"] * text_columns + ["--:"] * (len(frame.columns) - text_columns)
     lines = [frame.columns, rule, *frame.astype(object).to_numpy()]
     text = ["| " + " | ".join(map(cell, line)) + " |" for line in lines]
@@ -254,20 +258,28 @@ def breakdown_of_step(calls):
     calls["% of step"] = 100 * calls["ms"] / calls["step_ms"]
     calls["% of GEMM"] = 100 * calls["tflops"] / calls["gemm_tflops_sustained"]
     calls["% of copy"] = 100 * calls["tb_s"] / calls["copy_tb_s_sustained"]
-    calls["ms beyond"] = calls["lost_ms"].clip(lower=0)
-    about = """A step of {step_ms:.2f} ms: {model}, {dtype}, B {B}, T {T}, attention {attention},
-        recompute {recompute}. GEMM: {gemm_tflops_sustained:.0f} TFLOP/s in a product of
-        {gemm_size:.0f}³. Copy: {copy_tb_s_sustained:.2f} TB/s.""".format_map(calls.iloc[0])
-    about += f" Beyond: {calls['ms beyond'].sum():.1f} ms in all."
+    calls["ms above roofline"] = calls["lost_ms"].clip(lower=0)
+    about = """{model} in {dtype}, B {B}, T {T}, `--attention {attention} -r {recompute}`: a step
+        takes {step_ms:.2f} ms. GEMM: {gemm_tflops_sustained:.0f} TFLOP/s for square matrices of
+        {gemm_size:.0f} rows. Copy: {copy_tb_s_sustained:.2f} TB/s.""".format_map(calls.iloc[0])
+    above = calls["ms above roofline"].sum()
+    about += f" Together, the calls are {above:.1f} ms above the roofline."
     calls = calls.rename(columns={"tflops": "TFLOP/s", "tb_s": "TB/s"})
     calls = calls.replace(0, np.nan)  # cell() shows "–": a call without products has no TFLOP/s
     columns = ["call", "calls", "ms", "% of step", "TFLOP/s", "% of GEMM", "TB/s", "% of copy"]
-    return paragraph(about) + "\n\n" + table(calls, calls[[*columns, "ms beyond"]])
+    return paragraph(about) + "\n\n" + table(calls, calls[[*columns, "ms above roofline"]])
 
 
 def torch(rows):
-    rows = rows.rename(columns={"torch_itself": "PyTorch's own", "max_norm": "clipped at"})
-    columns = ["attention", "steps", "clipped at", "clipped", "difference", "allowed"]
+    rows = rows.rename(
+        columns={
+            "max_norm": "max norm",
+            "clipped": "steps clipped",
+            "difference": "largest difference",
+            "torch_itself": "PyTorch's own",
+        }
+    )
+    columns = ["attention", "steps", "max norm", "steps clipped", "largest difference", "allowed"]
     return table(rows, rows[[*SETUP, *columns, "PyTorch's own"]])
 
 
@@ -277,7 +289,8 @@ def default_run(rows):
     last["text"] = textwrap.shorten(last["text"], 300, placeholder=" …")
     about = """`./train_gpt2cu` without options, {steps} steps of {B}·{T} tokens in {dtype}, ends
         at a validation loss of {val_loss_nats:.3f}, with the floor at {floor_nats:.4f}. {gpu},
-        driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}. The model then writes:"""
+        driver {driver}, CUDA {cuda}. Trained on {date:.10} (commit {commit:.7}). The model then
+        writes:"""
     quoted = textwrap.indent(paragraph(last["text"]), "> ")
     return f"{paragraph(about.format_map(last))}\n\n{quoted}"
 
@@ -292,15 +305,15 @@ def start(rows):
 def scaling(rows):
     """Weak scaling, and how far the losses of several ranks are from those of one GPU."""
     ranks = ["model", "gpus", "zero"]
-    losses = rows[rows["what"] == "losses"].set_index(ranks)["apart"].rename("losses apart")
+    losses = rows[rows["what"] == "losses"].set_index(ranks)["apart"].rename("loss difference")
     rows = rows[rows["what"] == "speed"].join(losses, on=ranks).sort_values(ranks)
     if rows.empty:
         return ""  # the losses differed, so nothing was timed
     rows["k tok/s"] = rows["tok_s"] / 1e3
     rows["% of linear"] = 100 * rows["of_linear"]
-    rows = rows.rename(columns={"ms_side_by_side": "ms side by side", "gib": "GiB a GPU"})
-    columns = ["gpus", "zero", "k tok/s", "% of linear", "ms", "ms side by side", "GiB a GPU"]
-    return table(rows, rows[[*SETUP, *columns, "losses apart"]])
+    rows = rows.rename(columns={"ms_side_by_side": "ms side by side", "gib": "GiB per GPU"})
+    columns = ["gpus", "zero", "k tok/s", "% of linear", "ms", "ms side by side", "GiB per GPU"]
+    return table(rows, rows[[*SETUP, *columns, "loss difference"]])
 
 
 def ring_errors(rows):
@@ -312,19 +325,20 @@ def ring_errors(rows):
 
 def ring_speed(rows):
     rows = rows.sort_values(["HS", "gpus", "pass"])
-    rows["% cool"] = 100 * rows["single_ms"] / rows["ms"]
-    rows["% sustained"] = 100 * rows["single_ms_sustained"] / rows["ms_sustained"]
-    rows["% unsent"] = 100 * rows["single_ms"] / rows["still_ms"]
+    rows["% of ideal"] = 100 * rows["single_ms"] / rows["ms"]
+    rows["% of ideal, sustained"] = 100 * rows["single_ms_sustained"] / rows["ms_sustained"]
+    rows["compute only, %"] = 100 * rows["single_ms"] / rows["still_ms"]
     rows = rows.rename(
         columns={
-            "tokens_per_gpu": "tokens a GPU",
-            "single_ms": "one GPU's ms / GPUs",
-            "still_ms": "ms unsent",
-            "hop_ms": "ms a hop",
+            "tokens_per_gpu": "tokens per GPU",
+            "single_ms": "ideal ms",
+            "still_ms": "compute only, ms",
+            "hop_ms": "hop, ms",
         }
     )
-    columns = ["one GPU's ms / GPUs", "ms", "% cool", "% sustained", "ms unsent", "% unsent"]
-    return table(rows, rows[["gpus", "tokens a GPU", "NH", "HS", "pass", *columns, "ms a hop"]])
+    case = ["gpus", "tokens per GPU", "NH", "HS", "pass"]
+    ring = ["ideal ms", "ms", "% of ideal", "% of ideal, sustained"]
+    return table(rows, rows[[*case, *ring, "compute only, ms", "compute only, %", "hop, ms"]])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -527,7 +541,9 @@ def text_of(name):
         results.fail(f'no table "{name}"; there are quote, speed, {", ".join(TABLES)}')
     texts = [source.make(rows) for _, rows in rows_of_gpus(source)]
     text = "\n\n".join(text for text in texts if text)
-    return text or f"Not measured yet: `scripts/measure.sh {source.part}`"
+    if not text:
+        return f"dev/results has no rows for this table: `scripts/measure.sh {source.part}`"
+    return text
 
 
 def renewed(page):

@@ -318,10 +318,10 @@ def test_stale_tables(tmp):
 
     text = page.read_text()
     for gpu in "A", "B":
-        assert f"{gpu}, driver 5, CUDA 13. Measured 2030-01-02 at 0123456." in text, text
+        assert f"{gpu}, driver 5, CUDA 13. Measured on 2030-01-02 (commit 0123456)." in text, text
     assert text.count("| d12 | 8 | 2.3 | 4.5 (1.2) |") == 2, text
     assert "| 2 | 1 | 500 | 95 | 4.50 | 4.25 | 7.75 | 2.00e-05 |" in text, text
-    assert "Not measured yet: `scripts/measure.sh torch`" in text, text
+    assert "no rows for this table: `scripts/measure.sh torch`" in text, text
 
 
 def create_repository(folder):
