@@ -92,18 +92,19 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     const double largest = e.largest_value(tensor);
 
     const bool has_bound = result.run.kernel.flash;
-    const ErrorBound k = error_bound(result.run.kernel, tensor, s);
-    std::string rule = format("%g %g", k.max, k.l2);
+    const ErrorFactors factors = error_factors(result.run.kernel, tensor, s);
+    std::string rule = format("%g %g", factors.max_factor, factors.l2_factor);
     bool ok = true;
     if (tensor == Lse && std::is_same_v<X, bf16>) {
         rule = "absolute";
         ok = e.max(tensor) <= bf16_lse_bound(largest);
     } else {
         const double tiny = one_rounding<X>(tensor, largest);
-        const double relative = allowed_operand_roundoff<X>(k, tensor, naive.max(tensor), largest);
-        const double max = k.max * naive.max(tensor) + tiny + relative * largest;
+        const double relative =
+            allowed_operand_roundoff<X>(factors, tensor, naive.max(tensor), largest);
+        const double max = factors.max_factor * naive.max(tensor) + tiny + relative * largest;
         const bool l2_is_luck = s.Tq <= 2;
-        ok = e.max(tensor) <= max && (l2_is_luck || ratio_l2 <= k.l2);
+        ok = e.max(tensor) <= max && (l2_is_luck || ratio_l2 <= factors.l2_factor);
     }
     std::string verdict;
     if (has_bound)

@@ -1,8 +1,8 @@
 // How large an attention kernel's error against fp64 may be: the rules of dev/test_attention and
 // dev/accuracy, and the inputs that both apply them to.
 //
-//   max|kernel − ref64| ≤ max·max|naive − ref64| + tiny
-//   ‖kernel − ref64‖    ≤ l2·‖naive − ref64‖
+//   max|kernel − ref64| ≤ max_factor·max|naive − ref64| + tiny
+//   ‖kernel − ref64‖    ≤ l2_factor·‖naive − ref64‖
 //
 // naive runs in the same precision (fp32 without TF32) on the same inputs, which are rounded to X
 // first. So the rule asks for no more accuracy than the type has and, unlike an absolute tolerance,
@@ -61,13 +61,15 @@ struct ErrorStats {
 // -------------------------------------------------------------------------------------------------
 // The bounds
 
-// max: two equally good kernels sum in different orders. Their L2 errors agree to 3 %, but the
-// largest errors of a tensor differ by a factor of up to 2 either way. FlashAttention's own tests
-// therefore take max = 2. bf16 needs no such room, because naive also rounds S and dP, which flash
+// How many times naive's error a kernel's may be.
+//
+// max_factor: two equally good kernels sum in different orders. Their L2 errors agree to 3 %, but
+// the largest errors of a tensor differ by a factor of up to 2 either way. FlashAttention's own
+// tests therefore take 2. bf16 needs no such room, because naive also rounds S and dP, which flash
 // keeps in fp32. Only tensors below 2¹⁶ elements get 1.5, because one unlucky rounding decides
 // there.
 //
-// l2: these errors are steady except for dq. flash's D = rowsum(dO∘O) cancels less exactly than
+// l2_factor: L2 errors are steady except for dq. flash's D = rowsum(dO∘O) cancels less exactly than
 // naive's rowsum(P∘dP), because O has been rounded in between. This shows if dP has a mean that D
 // must cancel. In flash_fp32 dq's error is then up to 2.1 times naive's. In bf16 it is up to 1.6
 // times naive's at very long T, as it would be with an O rounded once from the exact one.
@@ -80,27 +82,27 @@ struct ErrorStats {
 // flash_fp16x3's lse gets more room, because tensor cores truncate. With inputs of non-zero mean, S
 // is a sum of products of one sign, and each step of its two chains takes off up to half a unit.
 // Naive's lse is hardly worse than the rounding of the result.
-struct ErrorBound {
-    double max;
-    double l2;
+struct ErrorFactors {
+    double max_factor;
+    double l2_factor;
     double operand_roundoff = 0;
 };
 
 template <class X>
-ErrorBound error_bound(const AttentionKernel<X>& kernel, int tensor, const AttentionShape& s) {
+ErrorFactors error_factors(const AttentionKernel<X>& kernel, int tensor, const AttentionShape& s) {
     if (std::is_same_v<X, bf16>) {
         const int tokens = tensor >= Dk ? s.Tk : s.Tq;
         const size_t elements = size_t(s.B) * tokens * s.NH * s.HS;
         const bool is_small = elements < (1 << 16);
         const bool is_long_dq = tensor == Dq && s.Tk > 4096;
-        return {.max = is_small ? 1.5 : 1, .l2 = is_long_dq ? 2 : 1.25};
+        return {.max_factor = is_small ? 1.5 : 1, .l2_factor = is_long_dq ? 2 : 1.25};
     }
     if (std::strcmp(kernel.name, "flash_fp16x3") == 0) {
         if (tensor == Lse)
-            return {.max = 2.5, .l2 = 2.5};
-        return {.max = 1.25, .l2 = 1.25, .operand_roundoff = 0x1p-22};
+            return {.max_factor = 2.5, .l2_factor = 2.5};
+        return {.max_factor = 1.25, .l2_factor = 1.25, .operand_roundoff = 0x1p-22};
     }
-    return {.max = 2, .l2 = tensor == Dq ? 2.5 : 1.5};
+    return {.max_factor = 2, .l2_factor = tensor == Dq ? 2.5 : 1.5};
 }
 
 // Unit roundoff of X.
@@ -116,12 +118,13 @@ double one_rounding(int tensor, double largest) {
     return kRoundoff<X> * largest;
 }
 
-// ErrorBound::operand_roundoff if it counts: naive's largest error is below one rounding of the
+// ErrorFactors::operand_roundoff if it counts: naive's largest error is below one rounding of the
 // reference's largest element.
 template <class X>
-double allowed_operand_roundoff(const ErrorBound& k, int tensor, double naive_max, double largest) {
+double allowed_operand_roundoff(const ErrorFactors& factors, int tensor, double naive_max,
+                                double largest) {
     const bool naive_is_exact = naive_max < one_rounding<X>(tensor, largest);
-    return naive_is_exact ? k.operand_roundoff : 0;
+    return naive_is_exact ? factors.operand_roundoff : 0;
 }
 
 // bf16's lse has a rule of its own, because naive computes it from an S rounded to bf16, whereas

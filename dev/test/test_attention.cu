@@ -2,9 +2,9 @@
 // lists what is tested of each. Other tests are about the choice of a kernel, calls that are
 // refused, and sequences in pieces.
 //
-// The rule of dev/common/bounds.h allows an error of at most k times naive's. naive itself, the
-// yardstick, is held to a relative L2 error. ACCURACY=1 in the environment prints every error that
-// is compared with a bound.
+// The rule of dev/common/bounds.h allows an error of at most some multiple of naive's. naive
+// itself, the yardstick, is held to a relative L2 error. ACCURACY=1 in the environment prints every
+// error that is compared with a bound.
 //
 // Every buffer is allocated between two guards and starts as NaN, as the guards do
 // (dev/test/late.h). So an element that is not written, scratch that is not cleared and a read past
@@ -680,21 +680,21 @@ Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int ten
     const Norms ref = p.ref_norms[tensor];
     if (tensor == Lse && std::is_same_v<X, bf16>)
         return {.max = bf16_lse_bound(ref.max), .l2 = INFINITY};
-    const ErrorBound k = error_bound(kernel, tensor, p.c.shape);
+    const ErrorFactors factors = error_factors(kernel, tensor, p.c.shape);
     const Norms naive = naive_errors(p)[tensor];
     const bool constant = p.c.input == Input::constant;
 
     // If all logits are equal, all P of a row are the same number. Its rounding does not average
     // out, and naive's error is luck, because 1/33 happens to be nearly exact.
-    const double of_P = constant ? std::max(k.operand_roundoff, 0x1p-23) : 0;
-    const double of_operands = allowed_operand_roundoff<X>(k, tensor, naive.max, ref.max);
+    const double of_P = constant ? std::max(factors.operand_roundoff, 0x1p-23) : 0;
+    const double of_operands = allowed_operand_roundoff<X>(factors, tensor, naive.max, ref.max);
     const double relative = std::max(of_P, of_operands);
-    const double max = k.max * naive.max + p.tiny[tensor] + relative * ref.max;
+    const double max = factors.max_factor * naive.max + p.tiny[tensor] + relative * ref.max;
 
     // Where naive is exact, its L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's
     // rounding is left in dq and dk.
     const bool is_luck = p.c.shape.Tk <= 2 || (constant && (tensor == Dq || tensor == Dk));
-    const double l2 = is_luck ? INFINITY : k.l2 * naive.l2 + relative * ref.l2;
+    const double l2 = is_luck ? INFINITY : factors.l2_factor * naive.l2 + relative * ref.l2;
     return {.max = max, .l2 = l2};
 }
 
