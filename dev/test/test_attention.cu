@@ -184,7 +184,7 @@ struct Layout {
 
     size_t C() const { return size_t(s.NH) * s.HS; }
 
-    // Elements of a tensor like out, and of one like lse.
+    // Elements of a tensor like out, and of one like lse, with the widest gaps of all tensors.
     size_t room() const { return s.B * (T * (C() + kCallTensors * gap) + gap); }
     size_t stats_room() const { return s.B * s.NH * (T + kCallTensors * gap); }
 
@@ -201,18 +201,21 @@ struct Layout {
         return piece;
     }
 
-    // A piece's part of a tensor, whose buffer starts at x. A view of lse has a row of one element
-    // per query, and counts heads as sequences.
+    // A piece's part of a tensor, whose buffer starts at x. The gap after each row grows with the
+    // tensor's number. In a view of lse each head counts as a sequence, a row is one element, and
+    // the gap comes after the last row of a head.
     template <class A>
     HeadsView<A> view(int tensor, A* x, const PieceCall& p) const {
         const size_t row_gap = (tensor + 1) * gap;
-        if (is_row_statistic(tensor))
-            return HeadsView<A>{.ptr = x, .batch_stride = T + row_gap, .token_stride = 1}.from(
+        if (is_row_statistic(tensor)) {
+            const size_t head_stride = T + row_gap;
+            return HeadsView<A>{.ptr = x, .batch_stride = head_stride, .token_stride = 1}.from(
                 p.q0);
+        }
 
-        const size_t row = C() + row_gap;
+        const size_t row_stride = C() + row_gap;
         const HeadsView<A> alone{
-            .ptr = x + gap, .batch_stride = T * row + gap, .token_stride = row};
+            .ptr = x + gap, .batch_stride = T * row_stride + gap, .token_stride = row_stride};
         if (tensor == Out || tensor == Dout)
             return alone.from(p.q0);
 
@@ -246,8 +249,8 @@ struct Layout {
         std::vector<double> values(rows * width);
 #pragma omp parallel for
         for (int row = 0; row < rows; row++) {
-            const A* const first = from.row(row / tokens, row % tokens, 0, 0);
-            std::copy_n(first, width, &values[row * width]);
+            const A* const elements = from.row(row / tokens, row % tokens, 0, 0);
+            std::copy_n(elements, width, &values[row * width]);
         }
         return values;
     }
@@ -327,12 +330,13 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
 
     for (int row = 0; row < s.B * T * 3 * s.NH; row++) {  // of (B, T, 3, NH)
         const int h = row % s.NH;
-        const int part = (row / s.NH) % 3;
+        const int tensor = Q + (row / s.NH) % 3;
         const int token = row / s.NH / 3;
-        if (part == 2)
+        if (tensor == V)
             continue;
-        const float x = logit_factor(p.c, part == 1, token % T, uniform(rng));
-        X* const head = &p.input(Q + part)[(size_t(token) * s.NH + h) * s.HS];
+        const bool is_key = tensor == K;
+        const float x = logit_factor(p.c, is_key, token % T, uniform(rng));
+        X* const head = &p.input(tensor)[(size_t(token) * s.NH + h) * s.HS];
         for (int d = 0; d < s.HS; d++)
             head[d] = static_cast<X>(a * (x * w[h * s.HS + d] + noise * normal(rng)));
     }
@@ -379,7 +383,8 @@ Problem<X> inputs_of(const Case& c) {
     for (size_t i = 0; i < s.B * T * 3 * C; i++) {  // of (B, T, 3, NH, HS)
         const size_t part = (i / C) % 3;
         const size_t token = i / C / 3;
-        const bool early = c.input == Input::early_keys && part == 1 && token % T < 32;
+        const bool is_key = part == K - Q;
+        const bool early = c.input == Input::early_keys && is_key && token % T < 32;
         const float x = (normal(rng) + input.shift[part]) * input.factor[part];
         p.inputs[part][token * C + i % C] = static_cast<X>(early ? 60.f * x : x);
     }
@@ -415,10 +420,10 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const Norms q = largest(Q);
     const Norms k = largest(K);
     const Norms v = largest(V);
-    const Norms d_o = largest(Dout);
+    const Norms dout = largest(Dout);
     const double scale = s.resolved_scale();
-    const double dP = d_o.l2 * v.l2;
-    const double S = scale * q.l2 * k.l2;
+    const double largest_dP = dout.l2 * v.l2;
+    const double largest_S = scale * q.l2 * k.l2;
     constexpr double u = 0x1p-24;
 
     std::array<double, kTensors> tiny;
@@ -427,24 +432,24 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
 
     // A query that sees one key has dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly.
     // Flash's D = rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay.
-    tiny[Dq] += scale * 2 * u * dP * k.max;
-    tiny[Dk] += scale * 2 * u * dP * q.max;
+    tiny[Dq] += scale * 2 * u * largest_dP * k.max;
+    tiny[Dk] += scale * 2 * u * largest_dP * q.max;
 
     // All keys are the same, and each row of dS sums to 0, so the exact dq is 0. The rounding of dS
     // stays.
     if (p.c.input == Input::constant)
-        tiny[Dq] += kRoundoff<X> * scale * dP * k.max;
+        tiny[Dq] += kRoundoff<X> * scale * largest_dP * k.max;
 
     // With so few tokens naive's largest error is luck. So the error of an element of P, which is
     // u|S| and its rounding to X, is carried through.
     if (T <= 2)
-        tiny[Lse] += u * S;
+        tiny[Lse] += u * largest_S;
     if (T == 2) {
-        const double P = kRoundoff<X> + u * S;
-        tiny[Out] += P * v.max;
-        tiny[Dq] += P * scale * dP * k.max;
-        tiny[Dk] += P * scale * dP * q.max;
-        tiny[Dv] += P * T * d_o.max;
+        const double P_error = kRoundoff<X> + u * largest_S;
+        tiny[Out] += P_error * v.max;
+        tiny[Dq] += P_error * scale * largest_dP * k.max;
+        tiny[Dk] += P_error * scale * largest_dP * q.max;
+        tiny[Dv] += P_error * T * dout.max;
     }
     return tiny;
 }
@@ -667,10 +672,10 @@ Norms naive_bound(const Problem<X>& p, int tensor) {
     constexpr bool is_bf16 = std::is_same_v<X, bf16>;
     constexpr double u = 0x1p-24;
 
-    const double of_S = (is_bf16 ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * u;
-    const double of_P = std::expm1(of_S * lse);
-    const double max = of_P + std::sqrt(p.c.shape.Tk) * u + 3 * kRoundoff<X>;
-    const double l2 = (is_bf16 ? 2e-2 : 1e-5) + (lse > 64 ? of_P : 0);
+    const double S_error = (is_bf16 ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * u;
+    const double P_error = std::expm1(S_error * lse);
+    const double max = P_error + std::sqrt(p.c.shape.Tk) * u + 3 * kRoundoff<X>;
+    const double l2 = (is_bf16 ? 2e-2 : 1e-5) + (lse > 64 ? P_error : 0);
     return {.max = 2 * max * ref.max + tiny,
             .l2 = l2 * ref.l2 + tiny * std::sqrt(p.ref[tensor].size())};
 }
@@ -686,9 +691,10 @@ Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int ten
 
     // If all logits are equal, all P of a row are the same number. Its rounding does not average
     // out, and naive's error is luck, because 1/33 happens to be nearly exact.
-    const double of_P = constant ? std::max(factors.operand_roundoff, 0x1p-23) : 0;
-    const double of_operands = allowed_operand_roundoff<X>(factors, tensor, naive.max, ref.max);
-    const double relative = std::max(of_P, of_operands);
+    const double P_roundoff = constant ? std::max(factors.operand_roundoff, 0x1p-23) : 0;
+    const double operand_roundoff =
+        allowed_operand_roundoff<X>(factors, tensor, naive.max, ref.max);
+    const double relative = std::max(P_roundoff, operand_roundoff);
     const double max = factors.max_factor * naive.max + p.tiny[tensor] + relative * ref.max;
 
     // Where naive is exact, its L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's
@@ -741,9 +747,10 @@ void check_case(const AttentionKernel<X>& kernel, const Case& c, Bound bound = B
     check_result(kernel, p, run(kernel, p, gap), bound);
 }
 
-// Cuts a whole problem into pieces. A causal piece must end where its queries do. So of the keys
-// that a piece's queries see, those from the last cut below its first query on stay together. All
-// of its queries see the keys before that cut.
+// Cuts the queries of a whole problem at q_cuts, and the keys that each range of queries sees at
+// k_cuts. If the problem is causal, its keys are cut only up to the first query of the range, where
+// all queries of the range see all keys before the cut. The keys from the last such cut to the last
+// query are one causal piece, because a causal piece must end where its queries do.
 static std::vector<PieceCall> pieces_of(const AttentionShape& s, std::vector<int> q_cuts,
                                         const std::vector<int>& k_cuts) {
     std::vector<PieceCall> pieces;
@@ -1389,7 +1396,7 @@ struct Calls {
     explicit Calls(const AttentionShape& s, int gap = 0) {
         const Layout layout{.s = s, .T = std::max(s.Tq, s.Tk), .gap = gap};
         PieceCall piece = layout.all();
-        piece.Tk = s.Tk;
+        piece.Tk = s.Tk;  // less than the T of all() if there are more queries than keys
         Acc<X>* const lse = address<Acc<X>>(Lse);
         forward = layout.forward<X, Y>(piece, address<X>(Q), address<Y>(Out), lse);
         forward.att = address<X>(Att);
@@ -1733,8 +1740,8 @@ static void check_merge(const AttentionShape& s, bool in_place) {
     const Rows of_sum = rows(8);
     const Rows of_piece = rows(16);
     const Rows of_dst = rows(24);
-    const size_t head = s.Tq + 3;  // from one head's statistics to the next's
-    const size_t stats = s.B * s.NH * head;
+    const size_t head_stride = s.Tq + 3;  // of lse and the rest
+    const size_t stats = s.B * s.NH * head_stride;
     constexpr double kLseSigma = 3;
     constexpr double kRestSigma = 1e-5;  // larger than a rest can be, so that an error in it shows
     Twin<float> sum("sum", normal<float>(of_sum.size(), 1));
@@ -1745,15 +1752,16 @@ static void check_merge(const AttentionShape& s, bool in_place) {
     Twin<float> piece_rest("piece's rest", normal<float>(stats, 6, kRestSigma));
     Twin<Y> dst("dst", poison(of_dst.size()));
 
-    // data(x) is a twin's memory on the host or on the device. `to` is of another type than the sum
-    // if it is in bf16 on the device, and then the sum cannot be in place.
+    // data(x) is a twin's memory on the host or on the device. merge() can write over `a` only if
+    // `to` has the type of `a`. On the device a bf16 `to` has not.
     const auto merge_on = [&](const auto& dev, auto to, const auto& data) {
         using A = std::remove_pointer_t<decltype(data(sum))>;
-        const Partial<A> a{
-            .o = of_sum.of(data(sum)), .lse = {data(lse), head}, .rest = {data(rest), head}};
+        const Partial<A> a{.o = of_sum.of(data(sum)),
+                           .lse = {data(lse), head_stride},
+                           .rest = {data(rest), head_stride}};
         const Partial<A> b{.o = of_piece.of(data(piece)),
-                           .lse = {data(piece_lse), head},
-                           .rest = {data(piece_rest), head}};
+                           .lse = {data(piece_lse), head_stride},
+                           .rest = {data(piece_rest), head_stride}};
         if constexpr (std::is_same_v<decltype(to), HeadsView<A>>)
             merge(dev, s, in_place ? a.o : to, a, b);
         else
@@ -1776,7 +1784,7 @@ static void check_merge(const AttentionShape& s, bool in_place) {
     const std::vector<float> high = download<float>(lse.device, 0, stats);
     const std::vector<float> low = download<float>(rest.device, 0, stats);
     for (size_t i = 0; i < stats; i++) {
-        const bool is_row = i % head < size_t(s.Tq);
+        const bool is_row = i % head_stride < size_t(s.Tq);
         const double unit = 0x1p-24 * std::max(1., std::fabs(double(high[i])));
         if (is_row)
             CHECK_NEAR(low[i], 0, 2 * unit);
@@ -1904,37 +1912,37 @@ struct Property {
 };
 template <class X>
 constexpr Property<X> kProperties[] = {
-    // out, lse, dq, dk, dv on the inputs and shapes that find bugs
+    // errors of out, lse, dq, dk and dv, on the shapes and inputs that find bugs
     {"accuracy", accuracy<X>},
-    // of up to ±200, of one size, mixed and rising, whole and in pieces
+    // logits of up to ±200: of one size, mixed and rising, in whole calls and in pieces
     {"logits", logits<X>},
     // inputs of 0
     {"zeros", zeros<X>},
     // one NaN reaches what depends on it, and no other head or distant row
     {"nan", one_nan<X>},
-    // flash_fp32's, for GPUs with less shared memory
+    // flash_fp32's tiles for GPUs with less shared memory
     {"small tiles", small_tiles<X>},
-    // the same bytes from every run, all on the device's stream
+    // every run writes the same bytes, and works on the device's stream only
     {"determinism", determinism<X>},
-    // fewer than keys, in views
+    // fewer queries than keys, in tensors with gaps
     {"queries", queries<X>},
     // the diagonal in every place of a tile
     {"shifts", shifts<X>},
     // thousands of keys of tiny weight
     {"tail", tail<X>},
-    // shares of pieces add up to the whole
+    // the gradients of pieces add up to those of the whole
     {"pieces", pieces<X>, true},
-    // pieces forward and backward, merged and added up
+    // forward and backward in chunks, whose results are merged and added up
     {"chunks", chunks<X>, true},
     // more work than multiprocessors, in 20 runs
     {"large", large<X>, true},
-    // a little of queries and pieces, for compute-sanitizer
+    // a few queries and pieces, for compute-sanitizer
     {"few", few<X>},
     // what is not supported gives an Error, never a wrong result
     {"limits", limits<X>},
     // more than 2³¹ elements of qkv and dqkv
     {"big", big<X>},
-    // also of out, dout and dq, if the GPU has the memory
+    // more than 2³¹ elements of out, dout and dq as well, if the GPU has the memory
     {"big out", big_out<X>},
     // more heads than flash_bf16_sm90 works on at once
     {"groups", groups<X>},
