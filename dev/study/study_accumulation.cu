@@ -80,13 +80,14 @@ __device__ __forceinline__ To as(From x) {
     else
         return __floats2half2_rn(x.x, x.y);
 }
-// The bits of a __half2 as one register, as the PTX wrappers take it, and back.
+// From a __half2 to the register that the PTX wrappers take, and back.
 template <class To, class From>
 __device__ __forceinline__ To bits(From x) {
     static_assert(sizeof(To) == sizeof(From));
     return reinterpret_cast<To&>(x);
 }
-// The same for tiles.
+// N tiles of pairs as the registers of an MMA's accumulators: of a tile, four in fp32 or two in
+// fp16.
 template <class P, int N>
 __device__ __forceinline__ auto& registers(P (&x)[N][2]) {
     using Registers = std::conditional_t<std::is_same_v<P, Float2>, float[4], uint32_t[2]>;

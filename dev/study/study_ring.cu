@@ -24,57 +24,61 @@ struct Options : Output {
 
 constexpr int HS = 64;
 
-// Stands in for the GPU in a ring over a library's attention, whose calls have results in `carry`.
-struct Library : Cuda {
+// A GPU that rounds the results of every attention call to `carry`. So it runs our ring with fp32,
+// and with bf16 a ring over a library's attention.
+struct RoundingGpu : Cuda {
     DType carry = DType::f32;
 };
 
-static __global__ void round_trip_kernel(HeadsView<float> x, size_t C, size_t n) {
+// Rounds n elements of x (T, C), the only sequence, to bf16.
+static __global__ void round_to_bf16_kernel(HeadsView<float> x, size_t C, size_t n) {
     const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n)
         return;
     float& element = x.ptr[(i / C) * x.token_stride + i % C];
     element = __bfloat162float(__float2bfloat16_rn(element));
 }
-static void round_trip(const Library& dev, const HeadsView<float>& x, int T, int NH) {
+static void round_to_carry(const RoundingGpu& dev, const HeadsView<float>& x, int T, int NH) {
     if (dev.carry == DType::f32)
         return;
     const size_t C = size_t(NH) * HS;
     const size_t n = T * C;
     const unsigned blocks = static_cast<unsigned>((n + 255) / 256);
-    round_trip_kernel<<<blocks, 256, 0, dev.stream>>>(x, C, n);
-    LAUNCH_CHECK("round_trip_kernel");
+    round_to_bf16_kernel<<<blocks, 256, 0, dev.stream>>>(x, C, n);
+    LAUNCH_CHECK("round_to_bf16_kernel");
 }
 template <class X>
-void attention_forward(const Library& dev, Attention kind, const AttentionForward<X, float>& c) {
+void attention_forward(const RoundingGpu& dev, Attention kind,
+                       const AttentionForward<X, float>& c) {
     attention_forward(static_cast<const Cuda&>(dev), kind, c);
-    round_trip(dev, c.out, c.s.Tq, c.s.NH);
+    round_to_carry(dev, c.out, c.s.Tq, c.s.NH);
 }
 template <class X>
-void attention_backward(const Library& dev, Attention kind, const AttentionBackward<X, float>& c) {
+void attention_backward(const RoundingGpu& dev, Attention kind,
+                        const AttentionBackward<X, float>& c) {
     attention_backward(static_cast<const Cuda&>(dev), kind, c);
-    round_trip(dev, c.dq, c.s.Tq, c.s.NH);
-    round_trip(dev, c.dk, c.s.Tk, c.s.NH);
-    round_trip(dev, c.dv, c.s.Tk, c.s.NH);
+    round_to_carry(dev, c.dq, c.s.Tq, c.s.NH);
+    round_to_carry(dev, c.dk, c.s.Tk, c.s.NH);
+    round_to_carry(dev, c.dv, c.s.Tk, c.s.NH);
 }
 
 template <class X>
-void study(Library& dev, const std::vector<DType>& carries, const Options& o, Log& log) {
+void study(RoundingGpu& dev, const std::vector<DType>& carries, const Options& o, Log& log) {
     const char* dtype = name_of(dtype_of<X>());
-    const AttentionShape s = ::whole(1, o.tokens, o.heads, HS);
-    const Whole<X, Library> whole(dev, s, {.threads = kAllCores});
+    const AttentionShape s = whole(1, o.tokens, o.heads, HS);
+    const Whole<X, RoundingGpu> sequence(dev, s, {.threads = kAllCores});
     std::printf("T %d: mean and largest error against fp64, and as multiples of one rank's\n",
                 o.tokens);
     for (const DType carry : carries) {
         dev.carry = carry;
         TensorErrors one_rank;
         for (int ranks : {1, 2, 4, 8, 16}) {
-            PieceErrors<X, Library> errors;
-            add_local_ring(errors, whole, ranks);
+            PieceErrors<X, RoundingGpu> errors;
+            add_local_ring(errors, sequence, ranks);
             if (ranks == 1)
                 one_rank = errors.pieces;
             if (carry == DType::f32)
-                check_flat(errors.pieces, one_rank, ring_name(whole.s, ranks));
+                check_flat(errors.pieces, one_rank, ring_name(s, ranks));
             for (int tensor : {Out, Dq, Dk, Dv}) {
                 const ErrorStats& e = errors.pieces[tensor];
                 const double mean_ratio = e.mean() / one_rank[tensor].mean();
@@ -114,7 +118,7 @@ int main(int argc, char** argv) {
     return bench_main(argc, argv, "study_ring", about, "ring.jsonl", o, table, [&] {
         if (o.tokens % 32)
             throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
-        Library dev;
+        RoundingGpu dev;
         dev.tf32 = false;
         Log log = results_log(dev, "ring", o);
         if (o.dtype != "bf16")
