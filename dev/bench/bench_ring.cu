@@ -158,7 +158,7 @@ static void run_bench(const Bench& b) {
         };
         show("single", "single_", one);
         show("ring", "", ring[pass]);
-        show("compute only", "still_", compute_only[pass]);
+        show("compute only", "still_", compute_only[pass]);  // "still", because nothing is sent
         row.add("hop_ms", hop.cool).add("hop_ms_sustained", hop.sustained);
         std::printf("\n");
         log.write(row);

@@ -13,11 +13,9 @@
 #include <list>
 #include <map>
 
-// First, because what follows is made for it.
-#include "train_gpt2.cu"
-
 #include "cuda/activation.cuh"
 #include "dev/common/bench.h"
+#include "train_gpt2.cu"
 
 namespace {
 
@@ -282,7 +280,7 @@ struct Trainer {
     GPT2<Dev, X> model;
     int* pinned;
     int step = 0;
-    float stats[2];
+    float loss_and_norm[2];  // next to each other on the device (run/statistics.h)
 
     Trainer(const Dev& dev, const Bench& o, const Config& config, int B, int T)
         : dev(dev),
@@ -322,8 +320,8 @@ struct Trainer {
                       .max_norm = 1.f,
                       .step = step,
                       .seed = 1});
-        dev.download(stats, model.statistics().losses(), sizeof stats);
-        return stats[0];
+        dev.download(loss_and_norm, model.statistics().losses(), sizeof loss_and_norm);
+        return loss_and_norm[0];
     }
 
     // Trains for that long and calls after_step() after each step. Returns the mean milliseconds of

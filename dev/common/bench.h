@@ -215,7 +215,11 @@ inline Figures copy_rate(const Cuda& dev) {
         CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
     };
     const Figures ms = measure_ms(dev, false, copy);
-    return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
+    const auto rate = [](double ms) {
+        constexpr double kMoved = 2. * kBytes;  // read and written
+        return 1e3 * kMoved / ms;
+    };
+    return {rate(ms.cool), rate(ms.sustained)};
 }
 
 // -------------------------------------------------------------------------------------------------
