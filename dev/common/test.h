@@ -49,16 +49,17 @@ struct Register {
 // -------------------------------------------------------------------------------------------------
 // Checks
 
-// Of the test that is running.
+// How many checks of the running test have failed.
 inline int& failed_checks() {
     static int n = 0;
     return n;
 }
 
-// Reports a failed check. Only the first 20 of a test are printed.
-inline void report(const char* file, int line, const std::string& what) {
+// Reports a failed check: at a line of a file, or at an element of a tensor or the like. Only the
+// first 20 of a test are printed.
+inline void report(const char* place, int number, const std::string& what) {
     if (++failed_checks() <= 20)
-        std::printf("  %s:%d: %s\n", file, line, what.c_str());
+        std::printf("  %s:%d: %s\n", place, number, what.c_str());
 }
 
 // Runs `code` and returns the message of the Error that it throws, "" if it throws none.
@@ -194,7 +195,7 @@ inline int main(int argc, char** argv) {
     static test::Register register_##name(#name, test_##name); \
     static void test_##name()
 
-// Of all tests in the program.
+// Sets the limit of each test of the program, before main() begins.
 #define TEST_LIMIT(seconds) static const double test_limit_s = test::limit_s = seconds
 
 #define SKIP(...)           \

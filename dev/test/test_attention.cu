@@ -1429,7 +1429,8 @@ struct Refusals {
     void accept(const Call& call) const {
         const std::string error = test::error_of([&] { check_call(limits, call); });
         if (!error.empty())
-            test::report(kernel.name, call.s.Tq, "refused: " + error);
+            test::report(__FILE__, __LINE__,
+                         format("%s, Tq %d, refused: %s", kernel.name, call.s.Tq, error.c_str()));
     }
     void refuse(const Forward& call, const char* why) const {
         CHECK_ERROR(kernel.forward(untouchable(), call), why);
