@@ -50,7 +50,7 @@ class ThreadCommOn {
 
     ThreadCommOn(const Dev& dev, Mail& mail, int rank, int size)
         : rank(rank), size(size), dev_(dev), mail_(mail) {}
-    // The `count` ranks from `first` on.
+    // A communicator of the `count` ranks from `first` on.
     ThreadCommOn(ThreadCommOn& all, int first, int count)
         : rank(all.rank - first),
           size(count),
@@ -117,7 +117,7 @@ class ThreadCommOn {
         at_join([=, this] { get(from, x, bytes); });
     }
 
-    // Of host memory. Done when it returns, as NCCL's is.
+    // For host memory. Returns when `all` is complete, as NcclComm's does.
     void host_all_gather(void* all, size_t bytes) {
         finish_calls();
         char* const x = static_cast<char*>(all);

@@ -95,26 +95,28 @@ inline Result shell(const std::string& command,
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
     const std::vector<Option> table = Options().table();
-    std::string first;                         // what comes before all options
+    std::string before_options;
     std::map<std::string, std::string> given;  // each option with its value
-    std::string rest;
-    std::string* destination = &first;
+    std::string after_options;
+    std::string* destination = &before_options;  // of the next word
     for (std::sregex_iterator at(arguments.begin(), arguments.end(), word);
          at != std::sregex_iterator(); ++at) {
         const std::string text = at->str();
         const std::string name = text.substr(0, text.find('='));
         if (text.find_first_of(";|&") != std::string::npos)
-            destination = &rest;
+            destination = &after_options;
         for (const Option& option : table)
-            if (destination != &rest && (name == option.name || name == option.letter)) {
+            if (destination != &after_options && (name == option.name || name == option.letter)) {
                 destination = &given[option.name];
                 destination->clear();
             }
         *destination += text + " ";
     }
+
+    std::string once = before_options;
     for (const auto& [name, text] : given)
-        first += text;
-    return first + rest;
+        once += text;
+    return once + after_options;
 }
 
 // The program with these arguments. Without GPUs several ranks are the threads of

@@ -75,10 +75,11 @@ inline const size_t kParameters = elements_before(16);
 // likely, so that samples can be read back. No weight is zero, because every step changes a zero.
 //
 // The last layer norm makes the first channel 4 at every position. So a token's logit is about 4
-// times the first element of its row of wte, plus what the other channels add. `end` is that
-// element of the end of a text.
+// times the first element of its row of wte, plus what the other channels add. `end` is this first
+// element for the end of a text: kEndOften or kNoEnd.
 constexpr double kEndOften = 0.4;
-constexpr double kNoEnd = -5;
+constexpr double kUnlikely = -5;
+constexpr double kNoEnd = kUnlikely;
 inline std::vector<float> make_weights(double end) {
     std::vector<float> p;
     std::mt19937_64 random(11);
@@ -96,12 +97,12 @@ inline std::vector<float> make_weights(double end) {
         const int character = v + '!';
         const bool is_upper_case = character >= 'A' && character <= 'Z';
         const bool is_lower_case = character >= 'a' && character <= 'z';
-        double likely = kNoEnd;
+        double first_element = kUnlikely;
         if (is_upper_case || is_lower_case)
-            likely = kAlmostZero;
+            first_element = kAlmostZero;
         else if (v == kEnd)
-            likely = end;
-        p[v * C] = static_cast<float>(likely);
+            first_element = end;
+        p[v * C] = static_cast<float>(first_element);
     }
     return p;
 }

@@ -5,7 +5,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <cfloat>
 
-// First, because what follows is made for it.
+// Included first, because train_threads.h uses what it declares.
 #include "train_gpt2.cu"
 
 #include "dev/common/bounds.h"
@@ -302,8 +302,11 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
                            sharded ? ranks : Ranks<Cpu>{});
         poison(cpu, model.buffers);
         upload_batches(model, stream, 0);
-        for (int i = 0; i < kMicroSteps; i++)
-            model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
+        for (int i = 0; i < kMicroSteps; i++) {
+            const bool is_last = i + 1 == kMicroSteps;
+            const bool sum_over_ranks = sharded && is_last;
+            model.train_micro_batch(i, sum_over_ranks);
+        }
         model.update(hyper(1e-3, 1));
         CHECK(std::isfinite(*model.statistics().norm()));
         return state_of(model);
@@ -1164,7 +1167,7 @@ TEST(gpu_update_stops_at_nan) {
     check_nothing_is_updated(model, model.weights(1).qkvw + 17, "qkvw (1 of");
 }
 
-// What ‖error‖² of logits sums up to: at each length of a text, and in all.
+// The sums of the squared errors of logits, at each length of a text and over all lengths.
 struct LogitErrors {
     std::map<int, double> at_length;
     double all = 0;
@@ -1189,16 +1192,18 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
     std::copy(weights.begin(), weights.end(), exact.weights().wte);
 
     constexpr int kLongest = 320;
-    LogitErrors errors[2];          // [true]: with the cache
+    LogitErrors without_cache;
+    LogitErrors with_cache;
     std::map<int, double> largest;  // error at each length, without the cache
-    for (bool cached : {false, true})
+    for (bool cached : {false, true}) {
+        LogitErrors& errors = cached ? with_cache : without_cache;
         for (int n = 1; n <= kLongest; n++) {
             const std::vector<int> text = make_tokens(n, config.V, 5);
             const std::vector<double> want = logits_of_last(exact, text, n > 1);
             const std::vector<X> got = logits_of_last(model, text, cached && n > 1);
             for (int v = 0; v < config.V; v++) {
                 const double error = std::fabs(static_cast<float>(got[v]) - want[v]);
-                errors[cached].add(n, error);
+                errors.add(n, error);
                 if (!cached)
                     largest[n] = std::max(largest[n], error);
             }
@@ -1208,11 +1213,12 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
             const int chosen = sample_token({got.begin(), got.end()}, greedy, 0);
             CHECK(want[best] - want[chosen] <= 2 * largest[n]);
         }
+    }
 
-    const double all = std::sqrt(errors[true].all / errors[false].all);
+    const double all = std::sqrt(with_cache.all / without_cache.all);
     double worst = 0;
     for (int n = 1; n <= kLongest; n++) {
-        const double ratio = errors[true].at_length[n] / errors[false].at_length[n];
+        const double ratio = with_cache.at_length[n] / without_cache.at_length[n];
         worst = std::max(worst, std::sqrt(ratio));
     }
     std::printf(

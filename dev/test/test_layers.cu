@@ -172,7 +172,8 @@ struct Result {
     double tolerance = kFp32;
     double min_scale = 0.0;
     bool relative_to_each = false;
-    // The tensor gets the column sums of this other result, as the GPU stored that, added to it.
+    // If set, the call adds the column sums of this other result to the tensor. They are expected
+    // to be the sums of what the GPU stored there, not of the reference's values.
     const AnyTensor* column_sums_of = nullptr;
 };
 

@@ -14,10 +14,8 @@
 #include <numeric>
 #include <set>
 
-// First, because what follows is made for it.
-#include "train_gpt2.cu"
-
 #include "dev/test/small_model.h"
+#include "train_gpt2.cu"
 
 namespace {
 

@@ -150,7 +150,7 @@ static void check(Make make, double float_tolerance = 2e-6) {
             !same_bits(single_again.results[i].x, single.results[i].x))
             test::report(__FILE__, __LINE__, l.what + ": more threads change " + l.results[i].name);
 
-    const Cpu all_threads;
+    const Cpu sets_all_threads;  // for loss()
     const auto is_gradient = [](const auto& t) { return t.name[0] == 'd'; };
     const auto tensor_of = [&](const auto& gradient) -> auto& {
         return l[gradient.name.substr(1)];

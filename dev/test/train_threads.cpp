@@ -1,7 +1,7 @@
 // See dev/test/train_threads.h.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
-// First, because what follows is made for it.
+// Included first, because train_threads.h uses what it declares.
 #include "train_gpt2.cu"
 
 #include "dev/test/train_threads.h"
