@@ -2,6 +2,7 @@
 // Each file is damaged in every way, and the one line of the error is read.
 #include <sys/resource.h>
 
+#include <array>
 #include <climits>
 #include <cmath>
 #include <map>
@@ -48,17 +49,17 @@ std::string noise(size_t bytes) {
     return data;
 }
 
-// A good file and its reader. Whatever is changed in the file, the reader must name the file and
-// say what is wrong.
+// A good file, which is written when this is made, and its reader. Whatever is changed in the file,
+// the reader must name the file and say what is wrong.
 struct GoodFile {
     std::function<void(const std::string& path)> write;
     std::function<void(const std::string& path)> read;
-    size_t version_at = 4;
+    size_t version_at = 4;      // offset of the version
     bool has_checksum = false;  // of all its bytes
     std::string path = folder() + "/file.bin";
-    std::string bytes = written();
+    std::string bytes = write_good();
 
-    std::string written() const {
+    std::string write_good() const {
         write(path);
         return read_file(path);
     }
@@ -320,7 +321,8 @@ TEST(others_may_read_what_the_umask_allows) {
 // -------------------------------------------------------------------------------------------------
 // Model, state, tokenizer and questions
 
-static const ModelHeader kTiny = {DType::f32, {16, 50, 128, 2, 2, 8}};
+static const ModelHeader kTiny = {
+    .dtype = DType::f32, .config = {.max_T = 16, .V = 50, .Vp = 128, .L = 2, .NH = 2, .C = 8}};
 
 TEST(model_round_trip) {
     const std::string path = folder() + "/model.bin";
@@ -344,7 +346,10 @@ TEST(model_round_trip) {
 }
 
 static GoodFile good_model() {
-    return {[](const std::string& path) { write_model(path, kTiny, noise(kTiny.bytes()).data()); },
+    return {
+        .write =
+            [](const std::string& path) { write_model(path, kTiny, noise(kTiny.bytes()).data()); },
+        .read =
             [](const std::string& path) {
                 const ModelHeader header = read_model_header(path);
                 std::string parameters(header.bytes(), 0);
@@ -354,19 +359,29 @@ static GoodFile good_model() {
 
 TEST(model_errors) {
     const GoodFile file = good_model();
-    file.poke(0, 20240520, "offset 0: expected 20240326, found 20240520");
-    // fp32 data
-    file.poke(4, 5, "too long: expected 6848 bytes (bf16, L=2 NH=2 C=8 V=50), found 12672");
-    int offset = 8;
+    const int magic_at = 0;
+    const int version_at = 4;
+    const int max_T_at = 8;  // the first of the six sizes
+    const int layers_at = 16;
+    const int heads_at = 20;
+    const int padded_vocabulary_at = 28;
+    const int bf16_version = 5;
+
+    file.poke(magic_at, 20240520, "offset 0: expected 20240326, found 20240520");
+    file.poke(version_at, bf16_version,
+              "too long: expected 6848 bytes (bf16, L=2 NH=2 C=8 V=50), found 12672");
+    int offset = max_T_at;
     for (const char* field :
          {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"}) {
         for (const int bad : {0, -1, INT_MIN, INT_MAX})
             file.poke(offset, bad, format("%s at offset %d: expected ", field, offset));
         offset += 4;
     }
-    file.poke(20, 3, "channels at offset 24: expected a multiple of 3 heads, found 8");
-    file.poke(28, 49, "padded vocabulary at offset 28: expected 50..16777216, found 49");
-    file.poke(16, 3, "truncated: expected 16160 bytes (fp32, L=3 NH=2 C=8 V=50), found 12672");
+    file.poke(heads_at, 3, "channels at offset 24: expected a multiple of 3 heads, found 8");
+    file.poke(padded_vocabulary_at, 49,
+              "padded vocabulary at offset 28: expected 50..16777216, found 49");
+    file.poke(layers_at, 3,
+              "truncated: expected 16160 bytes (fp32, L=3 NH=2 C=8 V=50), found 12672");
 }
 
 static const std::string kOptimizer = noise(240);
@@ -374,15 +389,16 @@ static const Counters kCounters = {1234, 77, {3, 14, 15}};
 static const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}},
                               {{"-l", "0.1"}}};
 
-// Reads the optimizer in two pieces, as a resumed run may.
+// Reads the optimizer in two pieces, as a resumed run may. `optimizer` has the size that the run
+// expects.
 static std::unique_ptr<StateFile> read_state(const std::string& path, const Identity& run,
                                              std::string& optimizer) {
     auto file = std::make_unique<StateFile>(path, run, optimizer.size());
     StateFile& state = *file;
-    for (const size_t at : {size_t(0), size_t(64)}) {
-        const size_t bytes = at ? optimizer.size() - at : 64;
-        state.file.read(state.begin + at, &optimizer[at], bytes);
-        state.add(&optimizer[at], bytes);
+    const size_t middle = 64;
+    for (const auto& [begin, end] : {std::pair{size_t(0), middle}, {middle, optimizer.size()}}) {
+        state.file.read(state.begin + begin, &optimizer[begin], end - begin);
+        state.add(&optimizer[begin], end - begin);
     }
     state.check();
     return file;
@@ -409,12 +425,17 @@ TEST(state_errors) {
     const GoodFile file = good_state();
     CHECK(file.bytes.find("gpt2 training state, version 2\nidentity model: d12\nidentity B: 4\n") ==
           0);
-    file.poke(0, std::pair{20240326, 3}, "wrong magic at offset 0: expected ");
-    file.poke(0, std::pair{uint64_t(0x7461747332747067), 1},
-              "wrong version at offset 8: expected 2, found 1");
-    file.poke(29, '3', "wrong version at offset 29: expected 2, found 3");
-    file.poke(file.bytes.size() - 1, 'x', "damaged: expected ");
-    file.poke(file.bytes.find("window: 14") + 8, '2', "damaged: expected ");
+    const std::array<int32_t, 2> of_a_model = {20240326, 3};  // magic and version
+    file.poke(0, of_a_model, "wrong magic at offset 0: expected ");
+    const std::string version_1_magic = "gpt2stat";  // after which its version is an int
+    file.check(version_1_magic + bytes_of<int32_t>({1}) + file.bytes.substr(12),
+               "wrong version at offset 8: expected 2, found 1");
+    file.poke(file.version_at, '3', "wrong version at offset 29: expected 2, found 3");
+
+    const size_t last_byte = file.bytes.size() - 1;
+    const size_t digit_of_window = file.bytes.find("window: 14") + std::strlen("window: ");
+    file.poke(last_byte, 'x', "damaged: expected ");
+    file.poke(digit_of_window, '2', "damaged: expected ");
 }
 
 // Nothing is read of a state that does not fit the run.
@@ -502,13 +523,16 @@ static std::string tokenizer_file(int version, const Strings& pieces) {
 }
 
 static GoodFile good_tokenizer() {
-    return {
-        [](const std::string& path) { write_file(path, tokenizer_file(2, {"a", "bc", "def"})); },
-        [](const std::string& path) {
-            const Tokenizer tokenizer(path);
-            for (int i = -1; i < 300; i++)
-                tokenizer.decode(i);
-        }};
+    return {.write =
+                [](const std::string& path) {
+                    write_file(path, tokenizer_file(2, {"a", "bc", "def"}));
+                },
+            .read =
+                [](const std::string& path) {
+                    const Tokenizer tokenizer(path);
+                    for (int i = -1; i < 300; i++)
+                        tokenizer.decode(i);
+                }};
 }
 
 TEST(tokenizer_files) {
@@ -527,10 +551,12 @@ TEST(tokenizer_files) {
 
 TEST(tokenizer_errors) {
     const GoodFile file = good_tokenizer();
-    for (const int count : {0, 10, -1})
-        file.poke(8, count, "number of tokens at offset 8: expected 1..9 (");
-    file.poke(8, 4, "truncated in token 3 of 4 at offset 1033: expected 1 bytes, found 0");
-    file.poke(12, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
+    const size_t tokens_at = 8;
+    const size_t end_of_text_at = 12;
+    for (const int tokens : {0, 10, -1})
+        file.poke(tokens_at, tokens, "number of tokens at offset 8: expected 1..9 (");
+    file.poke(tokens_at, 4, "truncated in token 3 of 4 at offset 1033: expected 1 bytes, found 0");
+    file.poke(end_of_text_at, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
 }
 
 // A token of a shard has 16 bits.
@@ -665,8 +691,8 @@ TEST(tokenizer_cuts_contractions) {
 static const std::vector<Question> kQuestions = {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}},
                                                  {8, 0, {256}, {{0}, {250, 3}}}};
 static GoodFile good_choices() {
-    return {[](const std::string& path) { write_questions(path, kQuestions); },
-            [](const std::string& path) { read_questions(path, 257, 64); }};
+    return {.write = [](const std::string& path) { write_questions(path, kQuestions); },
+            .read = [](const std::string& path) { read_questions(path, 257, 64); }};
 }
 
 TEST(choices) {
@@ -676,8 +702,8 @@ TEST(choices) {
     const std::vector<Question> read = read_questions(file.path, 257, 64);
     CHECK(read.size() == 2);
     for (size_t i = 0; i < read.size(); i++) {
-        const auto parts = [](const Question& c) {
-            return std::tie(c.index, c.label, c.context, c.endings);
+        const auto parts = [](const Question& q) {
+            return std::tie(q.index, q.label, q.context, q.endings);
         };
         CHECK(parts(read[i]) == parts(kQuestions[i]));
     }
@@ -694,11 +720,15 @@ TEST(choices_that_do_not_fit_the_model) {
 
 TEST(choices_errors) {
     const GoodFile file = good_choices();
-    // its label is the fifth
-    file.poke(1030, '\4', "number of endings at offset 1032: expected 5..64, found 4");
-    file.poke(1024, '\xBF',
+    const size_t start_at = 1024;
+    const size_t label_at = 1030;
+    const size_t endings_at = 1032;
+    const uint16_t past_the_last = 4;  // of four endings
+    file.poke(label_at, past_the_last, "number of endings at offset 1032: expected 5..64, found 4");
+    file.poke(start_at, uint16_t(65471),
               "start of an example at offset 1024: expected 65535..65535, found 65471");
-    file.poke(1032, '\x44', "number of endings at offset 1032: expected 2..64, found 68");
+    file.poke(endings_at, uint16_t(68),
+              "number of endings at offset 1032: expected 2..64, found 68");
     for (const char* more : {"x", "xx"})
         file.check(file.bytes + more, format("too long: expected %zu bytes", file.bytes.size()));
     write_questions(file.path, {});
@@ -755,10 +785,6 @@ std::string write_shards(const std::vector<Tokens>& shards) {
         write_shard(path + format("/train_%04zu.bin", i), shards[i]);
     return path + "/train_*.bin";
 }
-
-}  // namespace
-
-namespace {
 
 // Data that a loader reads, and the tokens that must be in it.
 struct Data {
@@ -822,7 +848,9 @@ struct ThreeEpochs {
     LoaderOptions options = {
         .B = static_cast<int>(B), .T = 4, .vocab = data.vocab, .shuffle = shuffle, .seed = 3};
 
-    LoaderState state_before(size_t batch) const { return {B * batch / n, B * batch % n, batch}; }
+    LoaderState state_before(size_t batch) const {
+        return {.epoch = B * batch / n, .window = B * batch % n, .batches = batch};
+    }
 
     std::vector<std::vector<Tokens>> read() const {
         TestLoader loader(data.pattern, options, data.tokenizer);
@@ -889,7 +917,7 @@ TEST(loader_continues_from_any_point) {
 
 TEST(loader_refuses_a_window_past_the_end) {
     TestLoader loader(write_shards(kShards), {.B = 4, .T = 4});
-    CHECK_ERROR(loader.restore({0, 30, 0}), "window 30");
+    CHECK_ERROR(loader.restore({.window = 30}), "window 30");
 }
 
 // Checkpoints hold a position in the order, so that it can never change. When it was chosen, the
@@ -910,22 +938,26 @@ TEST(loader_shuffle) {
 }
 
 static GoodFile good_shard() {
-    return {[](const std::string& path) { write_shard(path, counting(17)); },
-            [](const std::string& path) {
-                TestLoader loader(path, {.B = 2, .T = 4});
-                for (int i = 0; i < 20; i++)
-                    loader.batch();
-            }};
+    return {.write = [](const std::string& path) { write_shard(path, counting(17)); },
+            .read =
+                [](const std::string& path) {
+                    TestLoader loader(path, {.B = 2, .T = 4});
+                    for (int i = 0; i < 20; i++)
+                        loader.batch();
+                }};
 }
 
 TEST(shard_errors) {
     const GoodFile file = good_shard();
-    file.poke(0, 20240326, "offset 0: expected 20240520, found 20240326; this is a model");
-    file.poke(8, -1, "number of tokens at offset 8: expected 0..2147483647, found -1");
+    const size_t magic_at = 0;
+    const size_t tokens_at = 8;
+    file.poke(magic_at, 20240326, "offset 0: expected 20240520, found 20240326; this is a model");
+    file.poke(tokens_at, -1, "number of tokens at offset 8: expected 0..2147483647, found -1");
     file.poke(
-        8, INT_MAX,
+        tokens_at, INT_MAX,
         "truncated: the header says 2147483647 tokens, expected 4294968318 bytes, found 1058");
-    file.poke(8, 16, "too long: the header says 16 tokens, expected 1056 bytes, found 1058");
+    file.poke(tokens_at, 16,
+              "too long: the header says 16 tokens, expected 1056 bytes, found 1058");
     file.check(file.bytes.substr(0, 1023),
                "truncated: expected a header of 1024 bytes, found a file of 1023");
 }
@@ -1034,13 +1066,13 @@ TEST(loader_many_shards) {
     for (int i = 0; i < 25; i++)
         loader.batch();
     CHECK(loader.description() == "100 shards, 500 tokens");
-    CHECK((loader.state() == LoaderState{1, 0, 25}));
+    CHECK((loader.state() == LoaderState{.epoch = 1, .window = 0, .batches = 25}));
     setrlimit(RLIMIT_NOFILE, &before);
 }
 
 TEST(loader_larger_than_2_gib) {
     const std::string path = folder() + "/large.bin";
-    const int tokens = 2147000001;  // 4.3 GB, nearly all of it a hole
+    const int tokens = 2147000001;  // 4.3 GB, a hole before the last two windows
     const int T = 1000;
     std::vector<uint16_t> end(2 * T + 1);
     std::iota(end.begin(), end.end(), 100);
@@ -1052,23 +1084,22 @@ TEST(loader_larger_than_2_gib) {
     TestLoader loader(path, {.B = 2, .T = T});
     CHECK(loader.windows() == 2147000);
     CHECK(loader.description() == "1 shard, 2.1 G tokens");
-    loader.restore({3, 2146998, 0});
+    loader.restore({.epoch = 3, .window = 2146998});
     CHECK((loader.batch() == std::vector<Tokens>{counting(T + 1, 100), counting(T + 1, 100 + T)}));
-    CHECK((loader.state() == LoaderState{4, 0, 1}));
+    CHECK((loader.state() == LoaderState{.epoch = 4, .window = 0, .batches = 1}));
 }
 
 // -------------------------------------------------------------------------------------------------
 // Text
 
 static const std::string kEnd = "<|endoftext|>";
+static const std::string kBom = "\xEF\xBB\xBF";  // a byte order mark in UTF-8
 
 // The expected documents are written by hand after the rule of data/text.h.
 TEST(documents_of_a_text) {
     const std::pair<std::string, Strings> cases[] = {
         {"one text\r\n", {"one text\r\n"}},
-        {"\xEF\xBB\xBF"
-         "a\xEF\xBB\xBF",
-         {"a\xEF\xBB\xBF"}},
+        {kBom + "a" + kBom, {"a" + kBom}},
         {"a\r\nb\r\n" + kEnd + "\r\nc\r\n", {"a\r\nb", "c\r\n"}},
         {"a\n\n" + kEnd + "\n\nb", {"a\n", "\nb"}},
         {kEnd + "\n" + kEnd + "a" + kEnd + kEnd + "b\r" + kEnd + "\rc\n" + kEnd + "\n",
@@ -1172,15 +1203,21 @@ TEST(loader_identity_of_a_text) {
     CHECK(TestLoader(text, {}, pairs).identity() != TestLoader(text, {}).identity());
 }
 
-// A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it
-// spread over the rest.
+// A large file is sampled. Its size and its first and last bytes count, and so does a change of a
+// hundredth of it, wherever that is.
 TEST(loader_identity_of_a_large_file) {
     const std::string path = folder() + "/large";
     const size_t n = 3 << 20;  // tokens
+    const size_t hundredth = n / 100;
     const struct {
         size_t at;
         size_t tokens;
-    } changes[] = {{0, 0}, {n, 1}, {n - 1, 1}, {0, 1}, {n / 7, n / 100}, {n / 9 * 5, n / 100}};
+    } changes[] = {{0, 0},              // none
+                   {n, 1},              // one token longer
+                   {n - 1, 1},          // the last token
+                   {0, 1},              // the first
+                   {n / 7, hundredth},  // between them
+                   {n / 9 * 5, hundredth}};
     std::set<uint64_t> seen;
     for (const auto& change : changes) {
         Tokens shard(std::max(n, change.at + change.tokens), 'x');
