@@ -30,6 +30,12 @@ struct Result {
 // -------------------------------------------------------------------------------------------------
 // Text and files
 
+// A text from the first `key` on, "" if there is none.
+inline std::string text_from(const std::string& text, const std::string& key) {
+    const size_t at = text.find(key);
+    return at == std::string::npos ? "" : text.substr(at);
+}
+
 // The number after the last `key`, NaN if there is none.
 inline double number_after(const std::string& text, const std::string& key) {
     const size_t at = text.rfind(key);
@@ -90,8 +96,8 @@ inline Result shell(const std::string& command,
 }
 
 // Tests start from common options and change some, but the program refuses an option that is given
-// twice. So this keeps the last of each, with the words after it, which are its value. What follows
-// the first word with ; or | or & is no option and stays as it is.
+// twice. So this keeps the last of each, with the words after it, which are its value. From the
+// first word with ; or | or & on nothing is an option, and all stays as it is.
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
     const std::vector<Option> table = Options().table();
@@ -105,11 +111,15 @@ inline std::string given_once(const std::string& arguments) {
         const std::string name = text.substr(0, text.find('='));
         if (text.find_first_of(";|&") != std::string::npos)
             destination = &after_options;
-        for (const Option& option : table)
-            if (destination != &after_options && (name == option.name || name == option.letter)) {
-                destination = &given[option.name];
-                destination->clear();
-            }
+
+        const auto is_this = [&](const Option& option) {
+            return name == option.name || name == option.letter;
+        };
+        const auto option = std::find_if(table.begin(), table.end(), is_this);
+        if (destination != &after_options && option != table.end()) {
+            destination = &given[option->name];
+            destination->clear();  // of the value that it had before
+        }
         *destination += text + " ";
     }
 
@@ -120,7 +130,7 @@ inline std::string given_once(const std::string& arguments) {
 }
 
 // The program with these arguments. Without GPUs several ranks are the threads of
-// dev/train_threads.
+// dev/train_threads. --memory starts no ranks.
 inline std::string command(const std::string& arguments) {
     const bool threads = contains(arguments, "--device cpu") && contains(arguments, "--gpus") &&
                          !contains(arguments, "--memory");

@@ -38,7 +38,7 @@ void check_commands(const std::vector<Command>& commands) {
     for (const Command& c : commands) {
         const int failed = test::failed_checks();
         const Result r = run(c.arguments);
-        const std::string error = r.out.substr(std::min(r.out.find("train_gpt2cu:"), r.out.size()));
+        const std::string error = text_from(r.out, "train_gpt2cu:");
         if (c.code == 0)
             CHECK_RUN(r, 0, c.says);
         else
@@ -50,16 +50,13 @@ void check_commands(const std::vector<Command>& commands) {
     }
 }
 
-// -------------------------------------------------------------------------------------------------
-// Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two.
-// What CPU ranks compute is not checked here: dev/test_recipe compares it with fp64.
-
+// Options of runs with small steps, which tests of several ranks start from.
 std::string small_steps(const std::string& device) {
     return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " +
            text_file() + " ";
 }
-const std::string kRanks = small_steps("cpu") + "-k constant -u 0 ";
-const std::string kGpus = small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
+const std::string kCpuSteps = small_steps("cpu") + "-k constant -u 0 ";
+const std::string kGpuSteps = small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
 
 void need_gpu() {
     if (Cuda::count() == 0)
@@ -74,11 +71,11 @@ int several_gpus() {
     return gpus < 4 ? 2 : 4;
 }
 
-// The largest relative difference between the losses that two runs logged, `count` of each kind.
-// NaN, which is near nothing, if they logged more or fewer.
-double largest_difference(const std::string& run, const std::string& other, const char* kind,
+// The largest relative difference between the `count` losses of this kind that two runs logged in
+// their folders. NaN, which is near nothing, if they logged more or fewer.
+double largest_difference(const std::string& out, const std::string& other, const char* kind,
                           size_t count) {
-    const std::vector<double> a = values(run, kind, "loss_nats");
+    const std::vector<double> a = values(out, kind, "loss_nats");
     const std::vector<double> b = values(other, kind, "loss_nats");
     if (a.size() != count || b.size() != count)
         return NAN;
@@ -349,7 +346,7 @@ TEST(sizes_that_do_not_fit_are_usage_errors) {
 }
 
 TEST(ranks_that_do_not_divide_the_work_are_usage_errors) {
-    const std::string memory = kRanks + "--memory ";
+    const std::string memory = kCpuSteps + "--memory ";
     check_commands({
         {0, memory + "--gpus 3 -d 96", ""},  // three ranks do not divide 128 channels
         {2, memory + "--gpus 3 -d 96 --zero 1", "--zero 0"},
@@ -496,7 +493,7 @@ TEST(texts_are_streamed) {
     CHECK_RUN(run(endless + ">/dev/full"), 1, "No space left on device");
 }
 
-// As the first process of a container, to which the kernel brings no signal without a handler.
+// As process 1 of a container, for which the kernel drops every signal that has no handler.
 TEST(a_text_without_end_ends_by_a_signal_in_a_container) {
     const std::string way = "unshare --pid --fork --kill-child --map-root-user ";
     if (shell(way + "true").code)
@@ -631,13 +628,16 @@ TEST(the_next_command_works_where_it_was_printed) {
     for (const auto& [called, out] : cases) {
         const std::string options = tiny() + "-x 1 --output-dir=" + shell_quoted(out);
         const std::string said = in_here(shell_quoted(called) + " " + options).out;
-        const std::string sign = "\nnext: ";
-        std::string next = said.substr(std::min(said.find(sign) + sign.size(), said.size()));
-
         const std::string many = "--generate 500";
         const std::string few = "--generate 5";  // takes less time
-        CHECK(contains(next, many));
-        next.replace(std::min(next.find(many), next.size()), many.size(), few);
+        const std::string sign = "\nnext: ";
+        std::string next = text_from(said, sign);
+        next.erase(0, sign.size());
+
+        const size_t at = next.find(many);
+        CHECK(at != std::string::npos);
+        if (at != std::string::npos)
+            next.replace(at, many.size(), few);
         write_file(here + "/next.sh", next);
         CHECK_RUN(in_here("sh next.sh"), 0, "Once", " tokens/s");
     }
@@ -694,25 +694,32 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Several ranks
+// Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two.
+// What CPU ranks compute is not checked here: dev/test_recipe compares it with fp64.
 
 namespace {
 
-// The ways to divide a run among two GPUs, and the same among four if they are there.
-std::vector<std::string> ways_to_divide(bool shared, bool fp32, int gpus) {
-    std::vector<std::string> ways = {"--gpus 2 --zero 0 --overlap 1",
-                                     "--gpus 2 --zero 1 --overlap 0"};
-    if (fp32)
-        ways.insert(ways.end(), {"--gpus 2 --zero 0 --overlap 0", "--gpus 2 --zero 1 --overlap 1"});
-    if (shared)
-        ways = {"--gpus 2 --context-parallel 2"};
+// The ways to divide a run among two GPUs, and the same among four if they are there. Either GPUs
+// share sequences, or each has its own.
+std::vector<std::string> ways_to_divide(bool share_sequences, bool fp32, int gpus) {
+    std::vector<std::string> groupings;
+    if (share_sequences)
+        groupings = {"--context-parallel 2"};
+    else if (fp32)
+        groupings = {"--zero 0 --overlap 1", "--zero 1 --overlap 0", "--zero 0 --overlap 0",
+                     "--zero 1 --overlap 1"};
+    else
+        groupings = {"--zero 0 --overlap 1", "--zero 1 --overlap 0"};
+
+    std::vector<std::string> ways;
+    for (const std::string& grouping : groupings)
+        ways.push_back("--gpus 2 " + grouping);
     if (gpus < 4)
         return ways;
 
-    const std::vector<std::string> with_two = ways;
-    for (const std::string& way : with_two)
-        ways.push_back("--gpus 4" + way.substr(std::strlen("--gpus 2")));
-    if (shared)
+    for (const std::string& grouping : groupings)
+        ways.push_back("--gpus 4 " + grouping);
+    if (share_sequences)
         ways.push_back("--gpus 4 --context-parallel 4");
     return ways;
 }
@@ -720,23 +727,23 @@ std::vector<std::string> ways_to_divide(bool shared, bool fp32, int gpus) {
 // Trains on one GPU and in each of these ways, and compares the losses. In bf16 a tiny model's
 // losses diverge soon after any difference. If sequences are shared, they may do so by no more than
 // with another seed.
-void check_train_as_one(bool shared, bool fp32, int gpus) {
-    const std::string command = kGpus + (shared ? "-b 2 -t 256 -d 1024" : "") +
+void check_train_as_one(bool share_sequences, bool fp32, int gpus) {
+    const std::string command = kGpuSteps + (share_sequences ? "-b 2 -t 256 -d 1024" : "") +
                                 " -x 20 -v 10 -m 5 --precision " +
                                 (fp32 ? "fp32 --no-tf32 " : "bf16 ");
-    const std::string one = dir() + format("/gpu_%d_%d", shared, fp32);
+    const std::string one = dir() + format("/gpu_%d_%d", share_sequences, fp32);
     const std::string other_seed = one + "_seed";
     CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
-    if (shared)
+    if (share_sequences)
         CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
     const auto tolerance = [&](const char* kind, size_t count) {
         if (fp32)
             return 1e-3;
-        return shared ? largest_difference(other_seed, one, kind, count) : 2e-2;
+        return share_sequences ? largest_difference(other_seed, one, kind, count) : 2e-2;
     };
 
     int number = 0;
-    for (const std::string& way : ways_to_divide(shared, fp32, gpus)) {
+    for (const std::string& way : ways_to_divide(share_sequences, fp32, gpus)) {
         const std::string several = one + format("_%d", number++);
         CHECK_RUN(run(command + way + " -o " + several), 0, "step 20/20");
         for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}})
@@ -749,19 +756,20 @@ void check_train_as_one(bool shared, bool fp32, int gpus) {
 TEST(gpus_train_as_one) {
     const int gpus = several_gpus();
     for (const bool fp32 : {true, false})
-        check_train_as_one(false, fp32, gpus);
+        check_train_as_one(/*share_sequences=*/false, fp32, gpus);
 }
 TEST(gpus_that_share_sequences_train_as_one) {
     const int gpus = several_gpus();
     for (const bool fp32 : {true, false})
-        check_train_as_one(true, fp32, gpus);
+        check_train_as_one(/*share_sequences=*/true, fp32, gpus);
 }
 
 // Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank
-// that never stopped.
-static std::string check_regrouped(const std::string& options, int most, double tolerance) {
-    const std::string straight = dir() + format("/straight_%g", tolerance);
-    const std::string out = straight + "_re";
+// that never stopped. Returns the folder of the run that stopped.
+static std::string check_regrouped(const std::string& name, const std::string& options, int most,
+                                   double tolerance) {
+    const std::string straight = dir() + "/one_rank_" + name;
+    const std::string out = dir() + "/regrouped_" + name;
     CHECK_RUN(run(options + "-v 0 -x 12 -o " + straight), 0, "step 12/12");
     CHECK_RUN(run(options + format("-v 0 -x 4 --gpus %d -o ", most) + out), 0, "--zero 1");
     CHECK_RUN(run(options + "-v 0 -x 8 -y 1 -o " + out), 0, "resumed at step 4");
@@ -770,11 +778,11 @@ static std::string check_regrouped(const std::string& options, int most, double 
     return out;
 }
 TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
-    const std::string out = check_regrouped(kRanks, 4, 1e-4);
+    const std::string out = check_regrouped("cpu", kCpuSteps, 4, 1e-4);
     CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(out, 12)), 0, "");
 }
 TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
-    check_regrouped(kGpus + "--precision bf16 ", several_gpus(), 2e-2);
+    check_regrouped("gpu", kGpuSteps + "--precision bf16 ", several_gpus(), 2e-2);
 }
 
 // Something is done to the parent or to a rank of a job without an end. Whatever it is, no process
@@ -798,7 +806,7 @@ TEST(a_job_ends_as_a_whole) {
     for (const auto& c : cases) {
         const int failed = test::failed_checks();
         const std::string out = dir() + format("/job_%d", ++n);
-        const std::string options = kGpus + "-v 0 -o " + out;
+        const std::string options = kGpuSteps + "-v 0 -o " + out;
         CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options,
                               "step 5/", c.act),
                   c.code, c.says);
@@ -828,7 +836,7 @@ TEST(ranks_by_hand) {
     for (const auto& [signal, first, second, says] : cases) {
         const int port = free_port();
         const std::string out = dir() + "/by_hand_" + signal;
-        const std::string options = kGpus + "-v 0 -o " + out;
+        const std::string options = kGpuSteps + "-v 0 -o " + out;
         std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out +
                               "/log.jsonl; do sleep 0.1; done; }; ";
         for (const int rank : {0, 1})
@@ -858,6 +866,7 @@ TEST(ranks_that_differ_are_refused) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// The floor of a validation loss
 
 // The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus
 // recomputes. In 40 steps a model gets from ln 257 = 5.55 to where it knows the letters'
