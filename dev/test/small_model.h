@@ -21,9 +21,8 @@ struct TensorInFile {
     size_t layers;
     bool decays = false;  // the matrices do
 };
-inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t vocabulary, size_t L,
-                                                 size_t C) {
-    return {{"wte", vocabulary * C, 1, true},
+inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t Vp, size_t L, size_t C) {
+    return {{"wte", Vp * C, 1, true},
             {"wpe", positions * C, 1, true},
             {"ln1w", C, L},
             {"ln1b", C, L},
@@ -40,7 +39,7 @@ inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t vocabu
             {"lnfw", C, 1},
             {"lnfb", C, 1}};
 }
-enum {
+enum {  // their indices
     WTE,
     WPE,
     LN1W,
@@ -56,10 +55,12 @@ enum {
     FCPROJW,
     FCPROJB,
     LNFW,
-    LNFB
+    LNFB,
+    kTensorCount
 };
 inline const std::vector<TensorInFile> kTensors = tensors_in_file(kPositions, Vp, L, C);
 
+// In all tensors before this one, of which there may be kTensorCount.
 inline size_t elements_before(int tensor) {
     size_t elements = 0;
     for (int t = 0; t < tensor; t++)
@@ -69,14 +70,14 @@ inline size_t elements_before(int tensor) {
 inline size_t offset_of(int tensor, int layer = 0) {
     return elements_before(tensor) + kTensors[tensor].size * layer;
 }
-inline const size_t kParameters = elements_before(16);
+inline const size_t kParameters = elements_before(kTensorCount);
 
 // The weights are so large that windows differ in loss and gradients are clipped. Only letters are
 // likely, so that samples can be read back. No weight is zero, because every step changes a zero.
 //
 // The last layer norm makes the first channel 4 at every position. So a token's logit is about 4
-// times the first element of its row of wte, plus what the other channels add. `end` is this first
-// element for the end of a text: kEndOften or kNoEnd.
+// times the first element of its row of wte, plus what the other channels add. `end` is the first
+// element of the row of <|endoftext|>, and says how likely that token is: kEndOften or kNoEnd.
 constexpr double kEndOften = 0.4;
 constexpr double kUnlikely = -5;
 constexpr double kNoEnd = kUnlikely;
@@ -107,8 +108,9 @@ inline std::vector<float> make_weights(double end) {
     return p;
 }
 
-inline std::string model_header(int version, int NH = ::NH, int V = ::V) {
-    return header_of({20240326, version, kPositions, V, L, NH, C, Vp});
+// The header of this model, or of one with another number of heads or another vocabulary.
+inline std::string model_header(int version, int heads = NH, int vocabulary = V) {
+    return header_of({20240326, version, kPositions, vocabulary, L, heads, C, Vp});
 }
 inline std::string model_file(double end) {
     const std::string path = dir() + format("/model_%g.bin", end);

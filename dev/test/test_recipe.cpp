@@ -51,6 +51,7 @@ struct Gpt2 {
         Vec out(N * C);
         Vec logits(N * Vp);
 
+        // The bias of a layer norm or of a linear layer is the tensor after its weight.
         const auto layernorm = [&](int weight, int l) {
             layernorm_forward(cpu, ln.data(), mean.data(), rstd.data(), x.data(), w(weight, l),
                               w(weight + 1, l), N, C);
@@ -219,8 +220,8 @@ int rank_of(const Vec& logits, int token) {
 }
 
 // Walks along a sample, in which each token must be one of the k likeliest after those before it.
-// If the sample is shorter than was asked for, so must the end of the text have been. Returns the
-// rank of the least likely token. dev/test_gpt2 checks how often each token is drawn.
+// If the sample is shorter than was asked for, <|endoftext|> must be one of them where it ends.
+// Returns the rank of the least likely token. dev/test_gpt2 checks how often each token is drawn.
 int check_sample(Gpt2& model, const SampleOptions& o, const std::string& text) {
     const size_t first = o.prompt.size();
     const size_t longest = first + o.length;
@@ -229,7 +230,7 @@ int check_sample(Gpt2& model, const SampleOptions& o, const std::string& text) {
     Tokens context = {kEnd};
     for (char c : o.prompt)
         context.push_back(c - '!');
-    size_t seen = context.size();  // so many tokens of the context are in the model
+    size_t seen = context.size();  // the model sees this many of the last tokens of the context
     int worst_rank = 0;
     for (size_t i = first; i < std::min(text.size() + 1, longest); i++) {
         const int token = i < text.size() ? text[i] - '!' : kEnd;
@@ -346,7 +347,7 @@ struct Replay {
         const double v_share = 1 - std::pow(o.beta2, step + 1);
         for (int t = WTE; t <= LNFB; t++) {
             const double decay = kTensors[t].decays ? o.weight_decay : 0;
-            for (size_t i = offset_of(t); i < offset_of(t + 1); i++) {
+            for (size_t i = elements_before(t); i < elements_before(t + 1); i++) {
                 const double g = scale * gradient[i];
                 m[i] = 0.9 * m[i] + 0.1 * g;
                 v[i] = o.beta2 * v[i] + (1 - o.beta2) * g * g;
@@ -461,12 +462,10 @@ void check_clipped(int steps, Clipped expected) {
         CHECK(steps == kSteps);
 }
 
-// The options of a run, and what they mean where that is not the same, because it is given only
-// some of them and has its defaults for the rest.
 struct Recipe {
     Clipped clipped;
-    std::string options;
-    std::string meant = options;
+    std::string options;          // that the run is given
+    std::string meant = options;  // those it trains with: the same, or its defaults written out
 };
 
 void check_recipe(const Recipe& recipe, const std::string& out) {
@@ -617,7 +616,9 @@ void check_answers(Gpt2& model, const std::string& printed) {
             CHECK_NEAR(x, loss, 5e-6);
         }
     }
-    CHECK(contains(printed, format("hellaswag %d of 7, %.2f%%\n", correct, correct / 0.07)));
+    const size_t questions = kQuestions.size();
+    CHECK(contains(printed, format("hellaswag %d of %zu, %.2f%%\n", correct, questions,
+                                   100.0 * correct / questions)));
 }
 
 }  // namespace
@@ -662,7 +663,7 @@ namespace {
 int elements_of_wpe(const std::string& options) {
     const Result r = run("--device cpu --memory " + options);
     CHECK_RUN(r, 0, " wpe ");
-    std::istringstream columns(r.out.substr(std::min(r.out.find(" wpe "), r.out.size())));
+    std::istringstream columns(text_from(r.out, " wpe "));
     std::string name;
     std::string type;
     int layers = 0;
@@ -748,8 +749,8 @@ Vec check_initial(const TensorInFile& tensor, const double* w) {
 // change a weight.
 TEST(a_new_model_starts_as_gpt2_does) {
     constexpr int steps = 4;
-    Vec before;  // the last matrix
-    Vec wte;     // the last token embedding: this model's, or until there is one the other seed's
+    Vec before;  // the matrix before this one, in this model or at the end of the other seed's
+    Vec wte;     // the newest token embedding. For this model's own that is still the other seed's
     for (int seed : {1, 2}) {
         const std::string out = dir() + format("/new_%d", seed);
         const Result r = run("--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + dir() +
