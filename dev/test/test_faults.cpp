@@ -20,7 +20,7 @@
 #include "dev/test/small_model.h"
 #include "dev/test/train_threads.h"
 
-extern const char built_from[] = "unknown dirty";
+extern const char built_from[] = "unknown dirty";  // the program's --version needs it
 
 namespace {
 
@@ -30,11 +30,11 @@ namespace {
 enum Fault {
     kNone,
     kDiesBefore,   // the process is killed before the operation
-    kDiesInside,   // and in the middle of a write
-    kPowerCut,     // what is not synced is lost, too
-    kShort,        // half of a write is done
-    kNoSpace,      // half of a write is done, and every other operation fails with ENOSPC
-    kInterrupted,  // by a signal, once
+    kDiesInside,   // the process is killed when half of a write is done
+    kPowerCut,     // the process is killed before the operation, and what is not synced is lost
+    kShort,        // a write does half and returns how much that is
+    kNoSpace,      // the operation fails with ENOSPC, a write after half of it
+    kInterrupted,  // the operation does nothing and fails with EINTR
     kFaults
 };
 
@@ -124,9 +124,8 @@ void die() {
     pause();
 }
 
-// Does an operation, unless its fault is due. `act_half` does half of it, if that is possible.
-// Several threads write, so a fault that is meant for a write may now and then meet another
-// operation.
+// Does an operation, unless its fault is due. `act_half` does half of a write; other operations
+// have none.
 template <class Result>
 Result operation(const char* name, const std::string& path, const std::function<Result()>& act,
                  std::function<Result()> act_half = nullptr) {
@@ -134,11 +133,15 @@ Result operation(const char* name, const std::string& path, const std::function<
     if (!is_counted)
         return act();
 
+    // Several threads write, so a fault that is meant for a write may now and then meet another
+    // operation, which is done as a whole.
     const bool is_write = act_half != nullptr;
     if (!is_write)
         act_half = act;
+
     const int n = counted->operations++;
     counted->names[std::min(n, 999)] = name;
+
     const Fault due = n == fault_at ? fault : kNone;
     if (due == kDiesBefore)
         die();
@@ -330,7 +333,7 @@ struct FaultyRun {
             wrong += "no reason; ";
         if (first.code != 0 && kind == kInterrupted)
             wrong += "the operation was not tried again; ";
-        // what is tried next may need the space
+        // such a state would take space that the next try to save may need
         if (says_why && has_new_state_without_model())
             wrong += "a state without a model is left; ";
 
@@ -532,8 +535,9 @@ TEST(gate_repeat) {
 TEST(gate_restart) {
     const std::string out = dir() + "/restarted";
     const std::string command = options(out) + "-nk 0 ";
-    CHECK_RUN(train(command, 1, {out, 35, kDiesBefore}), 128 + SIGKILL);
-    CHECK(newest_model(out) == 2);  // and not the last
+    const int between_models = 35;  // an operation after the model of step 2 and before that of 4
+    CHECK_RUN(train(command, 1, {out, between_models, kDiesBefore}), 128 + SIGKILL);
+    CHECK(newest_model(out) == 2);
     CHECK_RUN(train(command + "-y 1"), 0, "resumed at step 2\n");
     CHECK(content(out) == undisturbed());
 }
