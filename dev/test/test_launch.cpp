@@ -85,8 +85,9 @@ std::string launched_with(const std::string& environment) {
     return got;
 }
 
+volatile std::sig_atomic_t interrupts = 0;  // how many SIGINT have come
+
 // Prints its number and waits for SIGINT, or half a minute. Returns 0 if it came exactly once.
-volatile std::sig_atomic_t interrupts = 0;
 int wait_for_interrupt() {
     std::printf("ready %d\n", static_cast<int>(getpid()));
     std::fflush(stdout);
@@ -98,7 +99,8 @@ int wait_for_interrupt() {
     return interrupts == 1 ? 0 : 4;
 }
 
-// A rank of --gpus, which is this program with other arguments.
+// A rank of --gpus, which is this program with other arguments. With "sleep", and "exit" on the
+// other ranks, it does nothing but wait for a signal.
 int child(const std::string& act) {
     const RankInfo self = rank_from_environment();
     if (act == "rendezvous") {
@@ -330,18 +332,19 @@ TEST(ranks_write_to_a_terminal_that_stops_background_groups) {
 // -------------------------------------------------------------------------------------------------
 // Process 1 of a container
 
-// To process 1 the kernel brings no signal without a handler, not even its default action.
+// The kernel drops a signal to process 1 that has no handler, whatever its default action is.
 namespace {
 
-// A process with the program's handlers, which ends by a signal or not at all.
-int process(const std::string& act) {
+// What process 1 does: it ends at once ("end"), or waits for signals as the program does before
+// ("prepared") or during training ("training"), and then only a signal ends it.
+int process_1(const std::string& act) {
     if (act == "end")
         return 0;
     prepare_process();
     if (act == "training")
         catch_signals();
 
-    // Its number outside of its container, where /proc comes from.
+    // Its number outside of its container, because /proc was mounted out there.
     std::printf("ready %s\n", std::filesystem::read_symlink("/proc/self").c_str());
     std::fflush(stdout);
     while (!g_signal)
@@ -379,8 +382,8 @@ void need_unshare() {
 
 }  // namespace
 
-// While it prepares, the first signal ends it. A training run saves after the first one, and a
-// second one that comes a second later ends it.
+// Before training the first signal ends it. A training run saves after the first one, and a second
+// one that comes a second later ends it.
 TEST(process_1_ends_by_a_signal) {
     need_unshare();
     const int signals[] = {SIGINT, SIGTERM, SIGHUP};
@@ -582,7 +585,10 @@ TEST(strangers_at_the_port) {
     Processes ranks;
     ranks.start([&] { return check_rendezvous(rank_info(0, 2, port, "secret")); });
 
-    const std::string wrong("Secret\0001\0002\000rank\000here\0", 21);
+    // another job's hello, whose strings each end with a zero byte
+    std::string wrong;
+    for (const std::string part : {"Secret", "1", "2", "rank", "here"})
+        wrong += part + '\0';
     std::vector<std::string> messages = {"", "GET / HTTP/1.1\r\n\r\n", std::string(1000, '\0')};
     for (size_t n = 0; n <= wrong.size(); n++)
         messages.push_back(wrong.substr(0, n));
@@ -726,6 +732,6 @@ int main(int argc, char** argv) {
     if (argc == 3 && std::string(argv[1]) == "--child")
         return run_program("child", [&] { return child(argv[2]); });
     if (argc == 3 && std::string(argv[1]) == "--process")
-        return process(argv[2]);
+        return process_1(argv[2]);
     return test::main(argc, argv);
 }
