@@ -21,13 +21,16 @@ std::string lower(std::string s) {
 }
 
 // Finds every derivation of a text: what each choice may have been, and −log of all choices'
-// probability.
+// probability. It backtracks: what is read from offset `at` of the text may end in several places,
+// and `then` is called with each of them, to read all that follows.
 struct Search {
     const Grammar& g;
     const std::string text;
     std::vector<double> nats = {};  // of each derivation
 
+    // For each variable the alternative that was chosen, and its text.
     using Memory = std::map<int, std::pair<const Alternative*, std::string>>;
+    // `spent` is the nats of the choices so far.
     using Then = std::function<void(size_t at, const Memory&, double spent)>;
 
     Search(const Grammar& g, const std::string& text) : g(g), text(lower(text)) {
@@ -38,7 +41,7 @@ struct Search {
         read({{.kind = Symbol::choose, .rule = g.rule("story")}}, 0, 0, {}, 0, end);
     }
 
-    // Reads symbol i of t and all after it. `then` is called for each way to do so.
+    // Reads symbol i of t and all after it.
     void read(const Template& t, size_t i, size_t at, const Memory& memory, double spent,
               const Then& then) {
         if (i == t.size())
@@ -49,7 +52,7 @@ struct Search {
             read(t, i + 1, at, memory, spent, then);
         };
         if (s.article)
-            at += text[at] == 'n' ? 2 : 1;
+            at += text[at] == 'n' ? 2 : 1;  // the "a" before it goes on with "n " or " "
 
         if (s.kind == Symbol::text)
             read_literal(s.literal, at, memory, spent, rest);

@@ -1,7 +1,7 @@
 // See dev/test/train_threads.h.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
-// Included first, because train_threads.h uses what it declares.
+// First, because train_threads.h uses the program and does not include it.
 #include "train_gpt2.cu"
 
 #include "dev/test/train_threads.h"
