@@ -66,7 +66,8 @@ class JsonCheck {
             return false;
         switch (text_[at_]) {
             case '{':
-                return members('}', [&] { return string() && take(':') && value(depth + 1); });
+                return members(
+                    '}', [&] { return string() && take_after_space(':') && value(depth + 1); });
             case '[': return members(']', [&] { return value(depth + 1); });
             case '"': return string();
             default: return word("true") || word("false") || word("null") || number();
@@ -78,19 +79,19 @@ class JsonCheck {
     template <class Member>
     bool members(char end, Member member) {
         at_++;
-        if (take(end))
+        if (take_after_space(end))
             return true;
         while (member()) {
-            if (take(end))
+            if (take_after_space(end))
                 return true;
-            if (!take(','))
+            if (!take_after_space(','))
                 return false;
         }
         return false;
     }
 
     bool string() {
-        if (!take('"'))
+        if (!take_after_space('"'))
             return false;
         while (at_ < text_.size() && text_[at_] != '"') {
             if (text_[at_] == '\\') {
@@ -103,12 +104,12 @@ class JsonCheck {
                 return false;
             at_ += c.bytes;
         }
-        return skip('"');
+        return take('"');
     }
 
     bool escape() {
-        skip('\\');
-        if (skip('u')) {
+        take('\\');
+        if (take('u')) {
             for (int i = 0; i < 4; i++) {
                 if (at_ == text_.size() || !std::isxdigit(text_[at_] & 0xFF))
                     return false;
@@ -117,21 +118,21 @@ class JsonCheck {
             return true;
         }
         for (const char c : {'"', '\\', '/', 'b', 'f', 'n', 'r', 't'})
-            if (skip(c))
+            if (take(c))
                 return true;
         return false;
     }
 
     bool number() {
-        skip('-');
-        if (!skip('0') && !digits())
+        take('-');
+        if (!take('0') && !digits())
             return false;
-        if (skip('.') && !digits())
+        if (take('.') && !digits())
             return false;
-        if (!skip('e') && !skip('E'))
+        if (!take('e') && !take('E'))
             return true;
-        if (!skip('-'))
-            skip('+');
+        if (!take('-'))
+            take('+');
         return digits();
     }
 
@@ -152,17 +153,17 @@ class JsonCheck {
 
     bool next_is(char c) const { return at_ < text_.size() && text_[at_] == c; }
 
-    bool skip(char c) {
+    // Reads c if it is next, and returns whether it was.
+    bool take(char c) {
         if (!next_is(c))
             return false;
         at_++;
         return true;
     }
 
-    // skip(), after spaces
-    bool take(char c) {
+    bool take_after_space(char c) {
         skip_space();
-        return skip(c);
+        return take(c);
     }
 
     void skip_space() {
