@@ -236,13 +236,14 @@ std::string take_for_terminal(std::string& text) {
     const auto starts_character = [&](size_t i) { return (text[i] & 0xC0) == 0xC0; };
     const auto continues_character = [&](size_t i) { return (text[i] & 0xC0) == 0x80; };
 
-    // Looks for the last character's first byte, which at most three others follow.
-    size_t rest = text.size();  // where the bytes after the first one begin
-    while (rest > 0 && text.size() - rest < 3 && continues_character(rest - 1))
-        rest--;
-    const bool incomplete =
-        rest > 0 && starts_character(rest - 1) && character(text, rest - 1).bytes == 0;
-    const size_t complete = incomplete ? rest - 1 : text.size();
+    if (text.empty())
+        return "";
+    // The last character's first byte, which at most three others follow.
+    size_t last = text.size() - 1;
+    while (last > 0 && text.size() - last <= 3 && continues_character(last))
+        last--;
+    const bool incomplete = starts_character(last) && character(text, last).bytes == 0;
+    const size_t complete = incomplete ? last : text.size();
     const std::string result = for_terminal(text.substr(0, complete));
     text.erase(0, complete);
     return result;
