@@ -26,7 +26,8 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     check_regular(o.output_dir + "/run.lock");
     auto output = std::make_unique<OutputDir>(o.output_dir);
     if (o.resume) {
-        checkpoint_to_resume(o.output_dir);  // throws at once if there is none that can be resumed
+        // Only to fail early: throws if there are checkpoints, but none can be resumed.
+        checkpoint_to_resume(o.output_dir);
         return output;
     }
 
