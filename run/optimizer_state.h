@@ -54,16 +54,16 @@ template <class Model>
 void exchange(Model& m, Direction direction, const Window& window, typename Model::A* staged) {
     // Both the whole state and a rank's own consist of the arrays m (0), v (1) and master (2),
     // without gaps.
-    const size_t whole_array = m.num_parameters;
-    const size_t own_array = m.sizes.own_parameters;
-    auto* const own = m.optimizer().m;
+    const size_t whole_size = m.num_parameters;  // of an array, in elements
+    const size_t own_size = m.sizes.own_parameters;
+    auto* const own = m.optimizer().m;  // the first array, and so the beginning of all
 
-    for (size_t array = window.begin / whole_array; array * whole_array < window.end; array++) {
-        const size_t whole_begin = array * whole_array;
-        const size_t own_begin = array * own_array;
+    for (size_t array = window.begin / whole_size; array * whole_size < window.end; array++) {
+        const size_t whole_begin = array * whole_size;
+        const size_t own_begin = array * own_size;
         // The window's parameters in this array are first … last - 1.
         const size_t first = std::max(window.begin, whole_begin) - whole_begin;
-        const size_t last = std::min(window.end, whole_begin + whole_array) - whole_begin;
+        const size_t last = std::min(window.end, whole_begin + whole_size) - whole_begin;
         for (int r = 0; r < m.ranks.size; r++) {
             if (m.ranks.rank != 0 && m.ranks.rank != r)
                 continue;
