@@ -29,8 +29,8 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
 
     Range range("sum gradients");
     auto& comm = *m.ranks.comm;
-    const std::vector<ParamRange> own = m.share(m.ranks.rank);
-    // at() and state_begin() start at a layer. What is summed as a whole starts at the first.
+    const std::vector<ParamRange> own = m.share(m.ranks.rank);  // own[i] is that of tensor i
+    // The layer at which a sum begins. A tensor that is summed as a whole begins at its first.
     const int l = one_layer ? layer : 0;
 
     comm.fork();
