@@ -16,7 +16,7 @@ void StepReport::restart_timer(int done, int done_before) {
     }
 }
 
-Row StepReport::step(int done, const Statistics& statistics) {
+Row StepReport::print_step(int done, const Statistics& statistics) {
     const double lr = o_.learning_rate(done - 1);
     const double seconds = now() - step_start_;
     const double tok_s = o_.tokens_per_step / seconds;

@@ -24,7 +24,7 @@ class StepReport {
     void restart_timer(int done, int done_before);
 
     // The step has ended, which makes `done` steps. Prints it and returns its row of the log.
-    Row step(int done, const Statistics& statistics);
+    Row print_step(int done, const Statistics& statistics);
 
     double loss() const { return loss_; }  // of the last step
     double tokens_per_second() const;      // over all steps that count for the pace

@@ -201,7 +201,7 @@ struct Run {
             throw_not_finite(statistics);
         batches.advance();
         step++;
-        const Row row = report.step(step, statistics);
+        const Row row = report.print_step(step, statistics);
         stop.defer_error([&] { log.write(row); });
     }
 
