@@ -80,7 +80,7 @@ struct Run {
     void describe() const {
         Options settings = o;  // a copy, because table() is for writing as well
         Options defaults;
-        if (ranks.size == 1) {  // has no use for these, so they are not to be printed
+        if (ranks.size == 1) {  // a single rank uses neither, so neither counts as changed
             defaults.zero = o.zero;
             defaults.overlap = o.overlap;
         }
