@@ -211,14 +211,14 @@ class Checkpoints {
             read_parameters(path, counters.model_checksum);
         broadcast(model_, model_.params);
 
-        scatter_optimizer(model_, [&](const StatePiece& piece) {
-            const auto upload = [&](const FilePiece& read) {
-                model_.dev.upload(piece.device + read.offset, read.data, read.bytes);
-                state->add(read.data, read.bytes);
+        scatter_optimizer(model_, [&](const StatePiece& to) {
+            const auto upload_and_checksum = [&](const FilePiece& from) {
+                model_.dev.upload(to.device + from.offset, from.data, from.bytes);
+                state->add(from.data, from.bytes);
             };
-            const size_t most_per_piece = piece.bytes;  // no limit
-            stream_in(model_.dev, state->file, state->begin + piece.offset, piece.bytes,
-                      most_per_piece, upload);
+            const size_t most_per_piece = to.bytes;  // no limit
+            stream_in(model_.dev, state->file, state->begin + to.offset, to.bytes, most_per_piece,
+                      upload_and_checksum);
         });
         if (state)
             state->check();
