@@ -247,23 +247,26 @@ struct GPT2 {
         X* lnf = activations().lnf;
         const X* wte = weights().wte;
         const Buffers<X> buffers = workspace();
+        void* scratch = buffers.scratch;
         // The gradient is that of the step's loss, a mean over all micro-batches of all ranks. 0
         // asks for no gradient.
         const A dloss = call.backward ? A(1) / (A(N) * num_losses()) : A(0);
 
         for (size_t first = 0; first < N; first += sizes.chunk) {
             const size_t n = std::min(sizes.chunk, N - first);
-            X* x = lnf + first * C;  // (n, C)
-            cross_entropy(dev, buffers.logits, buffers.token_losses + first, buffers.scratch, x,
-                          wte, targets + first, dloss, n, C, V, Vp);
+            X* x = lnf + first * C;       // (n, C)
+            X* dlogits = buffers.logits;  // the logits at first, then their gradient
+            cross_entropy(dev, dlogits, buffers.token_losses + first, scratch, x, wte,
+                          targets + first, dloss, n, C, V, Vp);
             if (call.backward) {
+                // dlogits and scratch are as cross_entropy() left them.
                 X* dx = x;
                 const bool accumulate = call.accumulate || first > 0;
-                cross_entropy_backward(dev, dx, gradients().wte, buffers.scratch, buffers.logits, x,
-                                       wte, n, C, Vp, accumulate);
+                cross_entropy_backward(dev, dx, gradients().wte, scratch, dlogits, x, wte, n, C, Vp,
+                                       accumulate);
             }
         }
-        reduce_sum(dev, mean_loss, buffers.scratch, buffers.token_losses, A(1) / A(N), N);
+        reduce_sum(dev, mean_loss, scratch, buffers.token_losses, A(1) / A(N), N);
     }
 
     // ---------------------------------------------------------------------------------------------
