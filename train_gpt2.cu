@@ -784,7 +784,7 @@ int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
     if (from_file)
         o.init = find_model_file(o.init);
     const Config config = from_file ? read_model_header(o.init).config : new_model(*preset, o);
-    if (from_file && config.V > kEndOfText && o.tokenizer.empty() && group.prints())
+    if (from_file && config.V >= kGpt2Vocab && o.tokenizer.empty() && group.prints())
         std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n",
                      o.init.c_str());
 
