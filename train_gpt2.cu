@@ -870,6 +870,7 @@ static int run_process(Options& o, char** argv) {
     if (gpus == 0 && o.device == "auto" && self.rank == 0)
         std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why_no_gpu.c_str());
     try {
+        // With --memory the group has --gpus ranks, of which only this one is started.
         ProcessGroup group(self, std::max(o.gpus, self.size));
         if (group.size > 1 && !o.memory)
             group.rendezvous(self, options_settings(o.table()), o.first_timeout());
