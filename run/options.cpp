@@ -82,7 +82,7 @@ void set_value(Option& option, const std::string& text) {
             *static_cast<int*>(option.value) = static_cast<int>(number(option, text));
             break;
         case Option::Float:
-            number(option, text);
+            number(option, text);  // only for its checks: it parses a double
             *static_cast<float*>(option.value) = std::strtof(text.c_str(), nullptr);
             break;
         case Option::Choice: {
@@ -121,9 +121,9 @@ std::string usage_of(const Option& option) {
     return format("  %-4s %s%s", letter.c_str(), option.name, argument);
 }
 
-// The second column of --help: the help text and, in parentheses, range and default. If the text
-// explains the default, the parentheses have neither, but always a Choice's names. A range without
-// an upper end says little, so it is left out, too.
+// The second column of --help: the help text and, in parentheses, range and default. Both are left
+// out if the text explains the default, except that a Choice always lists its names. A range
+// without an upper end says little, so it is left out, too.
 std::string help_with_notes(const Option& option) {
     const std::string range = option.range;
     const bool default_in_text = std::strstr(option.help, "default: ");
