@@ -77,7 +77,8 @@ class Batches {
     void prepare_next(bool is_last) {
         if (overfit_)
             return;
-        // The loader is where the current step's data ends. A checkpoint of this step resumes here.
+        // The loader stands at the end of the current step's data, where a checkpoint of this step
+        // resumes.
         position_ = loader_.state();
         if (is_last)
             return;
