@@ -4,7 +4,7 @@
 #include "data/corpus.h"
 
 std::future<void> begin_corpus(const Options& o) {
-    const bool evaluates_files = o.eval_only && !(o.val_data.empty() && o.hellaswag.empty());
+    const bool evaluates_files = o.eval_only && (!o.val_data.empty() || !o.hellaswag.empty());
     const bool other_data = !o.train_data.empty() || evaluates_files;
     if (other_data || o.memory || o.generate > 0)
         return {};
