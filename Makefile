@@ -151,6 +151,9 @@ train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 $(TESTS) $(TOOLS): dev/%: build/dev/test/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
+# These tests start the program, or threads that train with it.
+dev/test_data dev/test_faults dev/test_program dev/test_recipe dev/test_resume: \
+    | train_gpt2cu dev/train_threads
 $(BENCHES): dev/%: build/dev/bench/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 $(STUDIES): dev/%: build/dev/study/%.o $(OBJECTS)
