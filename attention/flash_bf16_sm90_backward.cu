@@ -459,44 +459,47 @@ __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
 // -------------------------------------------------------------------------------------------------
 // What a consumer is made of
 
-// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile. Row r of a
-// panel has its i-th 16 bytes in place i ^ (r % 8). So the address of the block i·8 columns further
-// on in the panel is this one ^ (16·i), as tiles are aligned to 1024 bytes.
+// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile; row is a
+// multiple of 16. Row r of a panel has its i-th 16 bytes in place i ^ (r % 8), and tiles are
+// aligned to 1024 bytes. So the address of the block that begins at an even i is this one ^ (16·i).
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int lane) {
     const int piece = (lane / 16) ^ (lane % 8);
     return tile + (row + lane % 16) * kRowBytes + (piece << 4);
 }
 
 // Puts factor·c into shared memory as Y: rows [row, row + 16) of a tile whose panels have
-// `panel_rows` rows. In fp32 a fragment's row is two 16-byte pieces, and a piece is two lanes'
-// pairs.
+// `panel_rows` rows. In bf16 a panel is 8 fragments, and a fragment's row is one 16-byte piece. In
+// fp32 a panel is 4 fragments, and a fragment's row is two pieces, each of two lanes' pairs.
 template <class Y, int N>
 __device__ __forceinline__ void store_tile_swizzled(const float (&c)[N][4], float factor,
                                                     void* tile, int row, int panel_rows) {
-    const uint32_t block = block16(smem_address(tile), row, lane_id());
-    unsigned char* const mine =
-        static_cast<unsigned char*>(tile) + (row + lane_id() / 4) * kRowBytes + lane_id() % 2 * 8;
-    for (int n = 0; n < N; n += 2) {
-        uint32_t packed[4];
-        for (int right = 0; right < 2; right++)
-            for (int r = 0; r < 2; r++) {
-                const float x = factor * c[n + right][2 * r];
-                const float y = factor * c[n + right][2 * r + 1];
-                if constexpr (std::is_same_v<Y, bf16>) {
-                    packed[2 * right + r] = pack_bf16(x, y);
-                } else {
-                    const int piece = 2 * ((n + right) % 4) + lane_id() % 4 / 2;
-                    const int swizzled = piece ^ (lane_id() / 4);         // row % 8 is lane / 4
-                    const int rows_further = n / 4 * panel_rows + 8 * r;  // whole panels, and r
-                    *reinterpret_cast<float2*>(mine + rows_further * kRowBytes + swizzled * 16) =
-                        make_float2(x, y);
-                }
-            }
-        if constexpr (std::is_same_v<Y, bf16>) {
+    const int panel_bytes = panel_rows * kRowBytes;
+    if constexpr (std::is_same_v<Y, bf16>) {
+        const uint32_t block = block16(smem_address(tile), row, lane_id());
+        for (int n = 0; n < N; n += 2) {
+            // The 16×16 block by quadrants: left r = 0, left r = 1, right r = 0, right r = 1.
+            uint32_t packed[4];
+            for (int right = 0; right < 2; right++)
+                for (int r = 0; r < 2; r++)
+                    packed[2 * right + r] =
+                        pack_bf16(factor * c[n + right][2 * r], factor * c[n + right][2 * r + 1]);
             const uint32_t column = (n % 8) << 4;  // bytes in the panel
-            const uint32_t panel = n / 8 * panel_rows * kRowBytes;
+            const uint32_t panel = n / 8 * panel_bytes;
             stmatrix_x4((block ^ column) + panel, packed);
         }
+    } else {
+        const int lane_row = row + lane_id() / 4;
+        const int second_pair = lane_id() % 2;
+        unsigned char* const mine =
+            static_cast<unsigned char*>(tile) + lane_row * kRowBytes + second_pair * 8;
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < 2; r++) {
+                const int piece = 2 * (n % 4) + lane_id() % 4 / 2;
+                const int place = piece ^ (lane_id() / 4);            // row % 8 is lane / 4
+                const int rows_further = n / 4 * panel_rows + 8 * r;  // whole panels, and r
+                *reinterpret_cast<float2*>(mine + rows_further * kRowBytes + place * 16) =
+                    make_float2(factor * c[n][2 * r], factor * c[n][2 * r + 1]);
+            }
     }
 }
 
