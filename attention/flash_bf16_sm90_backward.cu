@@ -530,10 +530,11 @@ __device__ __forceinline__ void start_abt(float (&s)[BackwardTiles<HS>::Br / 8][
 }
 // Starts c += A B over the queries, for dV and dK. B is a tile of dO or Q, given by its address.
 template <int HS>
-__device__ __forceinline__ void start_add_ab(
-    float (&c)[HS / 8][4], const uint32_t (&a_regs)[BackwardTiles<HS>::Br / 16][4],
-    uint32_t b_address) {
+__device__ __forceinline__ void start_add_ab(float (&c)[HS / 8][4],
+                                             uint32_t (&a_regs)[BackwardTiles<HS>::Br / 16][4],
+                                             uint32_t b_address) {
     const uint64_t b_transposed = wgmma_descriptor(b_address, BackwardTiles<HS>::Br * kRowBytes);
+    wgmma_fence_operand(a_regs);
     wgmma_fence_operand(c);
     wgmma_fence();
     for (int kk = 0; kk < BackwardTiles<HS>::Br / 16; kk++)
