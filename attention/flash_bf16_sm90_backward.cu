@@ -375,9 +375,9 @@ struct Sender {
                 bulk_wait_read<0>();
                 shared.dq_empty[wg].arrive(n);
 
-                const int next = walk.i + walk.step;
-                added =
-                    walk.left > 1 ? load_relaxed_gpu(args.dq_semaphore(first_semaphore, next)) : 0;
+                added = 0;
+                if (walk.left > 1)
+                    added = load_relaxed_gpu(args.dq_semaphore(first_semaphore, walk.next()));
                 bulk_wait<0>();
                 fence_gpu();  // makes the load of `added` an acquire, and the store a release
                 store_relaxed_gpu(args.dq_semaphore(first_semaphore, walk.i), part.number + 1);

@@ -61,6 +61,7 @@ struct QueryWalk {
 
     __device__ __forceinline__ bool forwards() const { return step > 0; }
     __device__ __forceinline__ int previous() const { return i - step; }
+    __device__ __forceinline__ int next() const { return i + step; }
     __device__ __forceinline__ void operator++() {
         i += step;
         left--;
@@ -90,8 +91,9 @@ struct BackwardTileScheduler {
     int group;      // heads that are worked on together
     int period;     // if group is 1: every period-th head walks backwards
     int sum_heads;  // how many heads have room for their sums of dQ at once
-    // For how many query tiles' sums scratch has room. These are sum_heads·q_tiles, or more where a
-    // call with fewer queries would otherwise need more scratch.
+    // For how many query tiles' sums scratch has room: at least sum_heads·q_tiles. That product may
+    // fall as q_tiles grows, because `group` falls. `sums` does not, so scratch that is enough for
+    // a call is also enough for one with fewer queries.
     size_t sums;
 
     explicit BackwardTileScheduler(const AttentionShape& s)
@@ -118,17 +120,20 @@ struct BackwardTileScheduler {
     // The work tile of a ticket. Groups of heads follow one another, from the last heads to the
     // first. Within a group all heads have one key tile, then all have the next.
     __device__ __forceinline__ BackwardWorkTile work_tile(int ticket) const {
+        // Counted from the last ticket, groups are in the order of their heads, and all but the one
+        // with the last heads are whole.
         const int later = heads * k_tiles - 1 - ticket;  // tickets after this one
         if (later < 0)
             return {.k_tile = -1, .bh = -1};
 
         const int tiles_of_group = group * k_tiles;
-        const int first = later / tiles_of_group * group;  // the group's first head
-        const int size = min(group, heads - first);        // the last group may be smaller
-        const int i = later % tiles_of_group;              // later tickets of the group
-        const int to_come = i / size;  // key tiles of this head with later tickets
-        const int bh = first + i % size;
-        return {.k_tile = walks_forwards(bh) ? to_come : k_tiles - 1 - to_come, .bh = bh};
+        const int first_head = later / tiles_of_group * group;
+        const int group_heads = min(group, heads - first_head);
+        const int later_of_group = later % tiles_of_group;
+        const int later_of_head = later_of_group / group_heads;  // its key tiles yet to come
+        const int bh = first_head + later_of_group % group_heads;
+        const int k_tile = walks_forwards(bh) ? later_of_head : k_tiles - 1 - later_of_head;
+        return {.k_tile = k_tile, .bh = bh};
     }
 
     // A head's direction depends on its own number and the shape alone, because it decides in which
@@ -138,7 +143,8 @@ struct BackwardTileScheduler {
     }
 
     __device__ __forceinline__ QueryWalk query_walk(BackwardWorkTile tile) const {
-        const int first = max(0, tile.k_tile * Bc - shift) / Br;
+        const int first_query = max(0, tile.k_tile * Bc - shift);  // that sees the tile's first key
+        const int first = first_query / Br;                        // its query tile
         const bool forwards = walks_forwards(tile.bh);
         return {.i = forwards ? first : q_tiles - 1,
                 .step = forwards ? 1 : -1,
