@@ -205,6 +205,8 @@ struct SharedMemory {
     DqHalf dq[kConsumers];  // a part of the sum in fp32, or dQ itself as Y
     PipelineBuffer<typename Tiles::RowStats, 2> row_stats;
 
+    // Consumers need not arrive at k_empty, as the storer does so after their dkv_full.
+    //
     // clang-format off
     //                             who waits  ← who arrives: when
     FullBarriers<2>  k_full;    // all others ← loader: K is there, and work_tile
@@ -542,7 +544,7 @@ __device__ __forceinline__ void start_add_ab(float (&c)[HS / 8][4],
     wgmma_commit();
 }
 
-// The named barriers of both consumers.
+// The named barriers of both consumers. Barrier 1 is free.
 enum NamedBarrier {
     kLastRead = 2,
     kTurn = 3,  // and 4: kTurn + wg is consumer wg's turn
@@ -550,6 +552,7 @@ enum NamedBarrier {
 
 // Consumers alternate, so that one's exponentials run while the tensor cores work for the other.
 // A consumer's barrier opens when all its threads wait and all of the other's have passed on.
+// Consumer 1 passes on once more than consumer 0 waits: when the block ends, it is 0's turn.
 struct Turns {
     int wg;
 
@@ -565,7 +568,7 @@ struct Turns {
 // A consumer: the registers of a warpgroup, and what it does with them. The rows of accumulators
 // are keys, but those of dQ are queries. Of its warp's 16 rows a thread has lane/4 and lane/4 + 8,
 // here r = 0 and 1. Fragment f of Sᵀ or dPᵀ has columns 8f … 8f + 7, which are queries, and a lane
-// has two of them (fragments.cuh). n is taken: it counts query tiles.
+// has two of them (fragments.cuh, where f is n). In the consumer n counts query tiles.
 
 template <int HS, class Y>
 struct Consumer {
@@ -651,7 +654,9 @@ struct Consumer {
             softmax_gradient();  // dS(n), while dV runs
             store_ds();
             wgmma_wait<0>(dv);
-            clear(dq);  // or else its old values would hold registers all tile long
+            // start_dq overwrites dq, but to the compiler its asm reads dq, too. Uncleared, the old
+            // values would hold registers from one query tile to the next.
+            clear(dq);
             wgmma_fence_operand(dq);
 
             // [quote]
@@ -736,7 +741,8 @@ struct Consumer {
                                  wgmma_row_step(k_transposed, kk), kk > 0);
     }
 
-    // Sets S to −∞ where the query does not see the key.
+    // Sets S to −∞ where the query does not see the key. That includes keys past Tk, which TMA
+    // reads as zeros: their exp(−lse) may overflow, and ∞·0 would make dQ NaN.
     __device__ __forceinline__ void mask() {
         const int k0 = tile.k_tile * Bc;
         const int q0 = walk.i * Br;
