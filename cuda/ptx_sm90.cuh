@@ -56,8 +56,9 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 // Arrives at the same barrier in block `rank` of the cluster, whose shared memory has the same
-// layout as ours. Its release is not of cluster scope, which would wait for all of the thread's
-// stores, so it orders only this thread's own use of that memory.
+// layout as ours. Its release has the scope of the block, because one of cluster scope would first
+// wait for all of the thread's stores. So the other block learns that this thread is done reading a
+// buffer, but must not rely on what it has written.
 // #data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     asm volatile(
@@ -275,6 +276,7 @@ __device__ __forceinline__ void grid_wait_dependency() {
 //   transposed       a row is one k, its 64 elements are m or n.
 //                    The next k-step of 16 is 2048 bytes further on, and the next 64 of m or n are
 //                    `next64` bytes further on.
+// A matrix that is not transposed, or has no more than 64 of m or n, does not use next64.
 //
 //   bits     value, addresses and offsets in units of 16 bytes
 //   0–13     address
@@ -363,6 +365,11 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
                    "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "            \
                    "%124, %125, %126, %127"
 // One wgmma, which adds to d if the operand `accumulate` is not 0, and overwrites d otherwise.
+// `operands` are, in the instruction's order:
+//   A, B                 descriptors, or A's four registers
+//   p                    whether to add: the predicate that is set here
+//   1, 1                 factors of A and B; −1 would negate them
+//   one or two numbers   1: A is transposed (if in shared memory), B is transposed
 #define WGMMA(shape, d, operands, accumulate)                                                      \
     "{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                                        \
     "wgmma.mma_async.sync.aligned." shape " {" d "}, " operands ";\n}\n"
@@ -381,15 +388,15 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[Tiles][4], uint64_t a, uint6
             WGMMA("m64n64k16.f32.bf16.bf16", WGMMA_R32, "%32, %33, p, 1, 1, %35, %36", "%34")
             : WGMMA_D8(0)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
-    else if constexpr (Tiles == 32)
-        asm volatile(
-            WGMMA("m64n256k16.f32.bf16.bf16", WGMMA_R128, "%128, %129, p, 1, 1, %131, %132", "%130")
-            : WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
-            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
-    else
+    else if constexpr (Tiles == 16)
         asm volatile(
             WGMMA("m64n128k16.f32.bf16.bf16", WGMMA_R64, "%64, %65, p, 1, 1, %67, %68", "%66")
             : WGMMA_D8(0), WGMMA_D8(8)
+            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+    else
+        asm volatile(
+            WGMMA("m64n256k16.f32.bf16.bf16", WGMMA_R128, "%128, %129, p, 1, 1, %131, %132", "%130")
+            : WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
 }
 
