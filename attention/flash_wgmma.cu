@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads)
     float l[2] = {};
     float s[Bc / 8][4];
     uint32_t p_regs[Bc / 16][4];
-    PipelineState<1> kv;  // how far the barriers of K and V are
+    PipelineState<1> kv;  // the phase of k_full and v_full
     const int k_tiles = ceil_div<Bc>(min(Tk, q0 + Br + args.shift));
     for (int j = 0; j < k_tiles; j++) {
         const int k0 = j * Bc;
@@ -521,6 +521,7 @@ __global__ void __launch_bounds__(kThreads, HS == 64 ? 3 : 2)
             for (int e = 0; e < 4; e++)  // S becomes P
                 s[n][e] = exp2_approx(s[n][e] * args.scale_log2 - queries.columns[e % 2].lse_log2);
         }
+        // Keys past Tk need no mask: each has a row of its own, which is not stored.
         const bool diagonal = k0 + kTile - 1 > q0 + args.shift;
         if (diagonal) {
             for (int n = 0; n < kTile / 8; n++)
@@ -594,6 +595,7 @@ void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                dkdv_kernel<HS, Y>, q_map, k_map, v_map, dout_map, args);
     });
 }
+
 size_t scratch_bytes(const AttentionShape& s) {
     return static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, kTile) * kTile * sizeof(LseD);
 }
