@@ -497,10 +497,11 @@ struct Consumer {
 
         const int last_q = min(first_q + 64, args.Tq) - 1;
         const bool has_queries = first_q >= 0;
-        // The tiles that some query here sees, and those that all see whole.
+        // The last query here sees keys [0, k_end), which are in the first my_tiles tiles. All
+        // queries here see the first unmasked_tiles whole.
         const int k_end = has_queries ? visible_keys(last_q, args.Tk, args.shift) : 0;
         const int my_tiles = ceil_div<Bc>(k_end);
-        const int unmasked = max(0, visible_keys(first_q, args.Tk, args.shift) / Bc);
+        const int unmasked_tiles = max(0, visible_keys(first_q, args.Tk, args.shift) / Bc);
 
         for (int r = 0; r < 2; r++) {
             m[r] = -INFINITY;
@@ -533,11 +534,11 @@ struct Consumer {
             l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
         j--;
 
-        if (is_half && j >= 0 && j < unmasked) {
+        if (is_half && j >= 0 && j < unmasked_tiles) {
             step</*PreviousKeys=*/64>();
             j--;
         }
-        for (; j >= unmasked; j--)
+        for (; j >= unmasked_tiles; j--)
             masked_step(j);
         for (; j >= 0; j--)
             step();
@@ -642,8 +643,8 @@ __global__ void __launch_bounds__(ForwardTiles<HS>::Threads, 1)
         shared.init_barriers();
     __syncthreads();
 
-    // The shuffle tells the compiler that a warp's threads agree: wgmma must not be where they
-    // could part.
+    // The shuffle tells the compiler that a warp's threads agree: wgmma must not be in a branch
+    // where they could diverge.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         setmaxnreg_dec<Tiles::ProducerRegisters>();
