@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         float s[M][Bc / 8][4] = {};
         const uint32_t k_tile = k_smem + stage_index(j) * TileBytes;
         const uint32_t v_tile = v_smem + stage_index(j) * TileBytes;
-#pragma unroll  // before the compiler orders the loads, not after
+#pragma unroll  // or else the compiler unrolls later, when it has already ordered the loads
         for (int kk = 0; kk < HS / 16; kk++)
             multiply_abt<HS>(s, q_rows.kept_or_loaded(q_smem + warp_row * RowBytes, kk), k_tile,
                              kk * 16);
@@ -449,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                 for (int e = 0; e < 4; e++)
                     dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
 
-#pragma unroll  // before the compiler orders the loads, not after
+#pragma unroll  // or else the compiler unrolls later, when it has already ordered the loads
         for (int kk = 0; kk < HS / 16; kk++) {
             const auto& q = q_rows.kept_or_loaded(q_smem + warp_row * RowBytes, kk);
             const auto& dout = do_rows.kept_or_loaded(do_smem + warp_row * RowBytes, kk);
@@ -561,7 +561,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         float s[M][kSub / 8][4] = {};
         float dp[M][kSub / 8][4];
         uint32_t a[M][4];
-#pragma unroll  // before the compiler orders the loads, not after
+#pragma unroll  // or else the compiler unrolls later, when it has already ordered the loads
         for (int kk = 0; kk < HS / 16; kk++) {
             load_a<HS>(a, k_smem + warp_row * RowBytes, kk * 16);
             multiply_abt<HS>(s, a, q_tile, kk * 16);

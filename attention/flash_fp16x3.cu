@@ -144,7 +144,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[M][N][4],
                                             const uint32_t (&q_hi)[HS / 16][M][4],
                                             uint32_t q_lo_tile, PairTile<Lo> k_tile) {
     uint32_t k_hi[HS / 16][N / 2][4];
-#pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
+#pragma unroll  // or else the compiler unrolls later, and orders the instructions differently
     for (int kk = 0; kk < HS / 16; kk++) {
         uint32_t q_lo[M][4];
         uint32_t k_lo[4];
@@ -327,8 +327,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const float s_unit = fmaxf(
             FLT_MIN, p.scale_log2 * q_unit[opaque_thread_idx() / 32] * power_of_two(-k_exponent));
         const float o_unit = power_of_two(-v_exponent - kPExponent);
-// without it the compiler keeps the loop too, but orders the instructions otherwise
-#pragma unroll 1
+#pragma unroll 1  // it would stay a loop anyway, but with its instructions in another order
         for (int sub = Bc - Sub; sub >= 0; sub -= Sub) {
             const int k0 = j * Bc + sub;
             // The warp's first row that sees key k0, as if it had rows before its first, too. Row

@@ -333,7 +333,7 @@ __device__ WorkTile query_tile(int NH) {
 template <int HS, int M, int N>
 __device__ void store_rows(const ForwardArgs& args, const WorkTile& w, int lane_q, int col,
                            const float (&o)[M][N], const float (&m)[M], float (&l)[M]) {
-#pragma unroll  // before the compiler orders the loads, not after
+#pragma unroll  // or else the compiler unrolls later, when it has already ordered the loads
     for (int i = 0; i < M; i++) {
         l[i] = row_sum(l[i]);
         const int t = lane_q + i * kLaneRows;

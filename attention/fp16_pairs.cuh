@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&
                                             unsigned thread) {
     const unsigned row = thread / (HS / 4);
     const unsigned piece = thread % (HS / 4);
-#pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
+#pragma unroll  // or else the compiler unrolls later, and orders the instructions differently
     for (int i = 0; i < N; i++) {
         uint2 h;
         uint2 l;

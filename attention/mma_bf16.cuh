@@ -73,7 +73,7 @@ __device__ __forceinline__ void pack_a(uint32_t (&a)[M][4], const float (&c)[M][
 template <int HS, int M>
 __device__ __forceinline__ void add_ab(float (&c)[M][HS / 8][4], const uint32_t (&a)[M][4],
                                        uint32_t tile, int row) {
-#pragma unroll  // before the compiler orders the loads, not after
+#pragma unroll  // or else the compiler unrolls later, when it has already ordered the loads
     for (int n = 0; n < HS / 8; n += 2) {
         uint32_t b[4];
         ldmatrix_x4_trans(b, block16<HS>(tile, row, 8 * n));
