@@ -421,17 +421,20 @@ __device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
 // What a row's dS and P add up to beyond 0 and 1. P's excess is a relative error, so log2(e)·lse is
 // off by log2(e) times as much.
 struct RowError {
+// Sums of P are integers in units of 2^-30, because a float would lose what is small beside 1.
+constexpr uint32_t kPSumOne = 1 << 30;
+
     float dS;
     float P;
 };
 // Finds it from the sums of this lane's columns.
-__device__ __forceinline__ RowError error_of_row(float dS, uint32_t P) {
+__device__ __forceinline__ RowError error_of_row(float dS_sum, uint32_t P_sum) {
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-        dS += __shfl_xor_sync(~0u, dS, lanes);
-        P += __shfl_xor_sync(~0u, P, lanes);
+        dS_sum += __shfl_xor_sync(~0u, dS_sum, lanes);
+        P_sum += __shfl_xor_sync(~0u, P_sum, lanes);
     }
-    const int excess = static_cast<int>(P - (1u << 30));
-    return {.dS = dS, .P = static_cast<float>(excess) * 0x1p-30f};
+    const int excess = static_cast<int>(P_sum - kPSumOne);
+    return {.dS = dS_sum, .P = static_cast<float>(excess) / kPSumOne};
 }
 
 // Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. O
@@ -600,8 +603,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     float D[M][2];
     load_rows<HS>(q_unit, do_unit, lse_log2, D, q_rows, args, w, first_q);
 
-    // Over this lane's columns. P's is in units of 2^-30, because a float would lose what is small
-    // beside 1.
+    // Over this lane's columns. P's is in units of 1 / kPSumOne.
     float dS_sum[M][2] = {};
     uint32_t P_sum[M][2] = {};
     // Each thread's part of the sum of all keys. The loop leaves no registers for it.
@@ -653,7 +655,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                 }
             for (int i = 0; i < M; i++)
                 for (int r = 0; r < 2; r++) {
-                    P_sum[i][r] += __float2uint_rn(P_tile[i][r] * 0x1p30f);
+                    P_sum[i][r] += __float2uint_rn(P_tile[i][r] * kPSumOne);
                     dS_sum[i][r] += dS_tile[i][r];
                 }
 
