@@ -85,7 +85,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kHalfBytes = 2;
 constexpr int kPairBytes = 2 * kHalfBytes;
 constexpr int kFloatBytes = 4;
-// Of an element of both tensors of a Stream.
+// What a Stream takes for an element: it has two tensors, each as pairs and as floats.
 constexpr int kStreamedBytes = 2 * (kPairBytes + kFloatBytes);
 template <int HS>
 constexpr int kWarpTiles = HS == 64 ? 2 : 1;
@@ -185,7 +185,8 @@ struct Softmax {
 
     __device__ __forceinline__ Softmax() {
         for (int i = 0; i < M; i++)
-            m[i][0] = m[i][1] = -INFINITY;
+            for (int r = 0; r < 2; r++)
+                m[i][r] = -INFINITY;
     }
 
     // Turns s into P. s · s_unit is S·log2(e).
@@ -193,7 +194,7 @@ struct Softmax {
     __device__ __forceinline__ void exponentials(float (&s)[M][N][4], float (&o)[M][HS / 8][4],
                                                  float s_unit, Excess<M>* l_excess) {
         float m_new[M][2];
-        const bool outgrown = raise_max(m_new, s, s_unit);
+        const bool outgrown = find_max(m_new, s, s_unit);
         Excess<M> excess = l_excess[opaque_thread_idx()];
         if (__any_sync(~0u, outgrown))
             rescale(o, excess, m_new);
@@ -218,12 +219,12 @@ struct Softmax {
         l_excess[opaque_thread_idx()] = excess;
     }
 
-    // The maxima, and whether a row outgrew its m by more than a factor of 2. m only keeps the
-    // exponentials in range and need not be the maximum, so O and l are rescaled if a row of the
-    // warp did, which is rare after a few tiles.
+    // Finds the maxima. Returns whether a row outgrew its m by more than a factor of 2. m only
+    // keeps the exponentials in range and need not be the maximum, so O and l are rescaled if a row
+    // of the warp did, which is rare after a few tiles.
     template <int N>
-    __device__ __forceinline__ bool raise_max(float (&m_new)[M][2], const float (&s)[M][N][4],
-                                              float s_unit) const {
+    __device__ __forceinline__ bool find_max(float (&m_new)[M][2], const float (&s)[M][N][4],
+                                             float s_unit) const {
         bool outgrown = false;
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
@@ -249,7 +250,7 @@ struct Softmax {
             }
     }
 
-    // l becomes the sum over all columns. Divides O by it.
+    // Makes l the sum over all columns, divides O by it and writes lse.
     __device__ __forceinline__ void finish(float (&o)[M][HS / 8][4], float (&lse)[M][2]) {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
@@ -330,11 +331,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1  // it would stay a loop anyway, but with its instructions in another order
         for (int sub = Bc - Sub; sub >= 0; sub -= Sub) {
             const int k0 = j * Bc + sub;
-            // The warp's first row that sees key k0, as if it had rows before its first, too. Row
-            // first_row + i is the first that sees key k0 + i.
+            // The first row that sees key k0, counted from the warp's first. It is negative if rows
+            // before the warp's see it, too. Row first_row + i is the first that sees key k0 + i.
             const int first_row = k0 - p.shift - first_q();
-            const bool none_sees = k0 >= p.Tk || first_row > 16 * M - 1;
-            if (none_sees)
+            const bool none_visible = k0 >= p.Tk || first_row > 16 * M - 1;
+            if (none_visible)
                 continue;
 
             const auto k_tile = kv.x_tile().at(sub * HS * kHalfBytes);
@@ -348,8 +349,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                     const int lane = opaque_thread_idx() % 32;
                     for (int i = 0; i < M; i++)
                         for (int e = 0; e < 4; e++) {
-                            const int row = 16 * i + e / 2 * 8 + lane / 4;
-                            // How many columns it sees, counted from this lane's first.
+                            const int row = 16 * i + e / 2 * 8 + lane / 4;  // of the warp's
+                            // How many columns this row sees, counted from this lane's first.
                             const int visible = min(p.Tk - k0, row + 1 - first_row) - lane % 4 * 2;
                             for (int n = 0; n < Sub / 8; n++)
                                 if (8 * n + e % 2 >= visible)
@@ -364,8 +365,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                 add_ab<HS, Sub>(o, p_hi, p_lo, v_tile, o_unit);
             };
             const bool row_0_sees_all = first_row + Sub - 1 <= 0;
-            const bool needs_mask = k0 + Sub > p.Tk || !row_0_sees_all;
-            if (needs_mask)
+            const bool some_hidden = k0 + Sub > p.Tk || !row_0_sees_all;
+            if (some_hidden)
                 step(std::true_type{});
             else
                 step(std::false_type{});
@@ -375,16 +376,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     float lse[M][2];
     softmax.finish(o, lse);
     const int q0 = w.tile * Br;
-    const int first_row = first_q() + lane / 4;
+    const int lane_q = first_q() + lane / 4;  // this lane's first query
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
-            const int t = first_row + 16 * i + 8 * r;
+            const int t = lane_q + 16 * i + 8 * r;
             if (lane % 4 > 0 || t >= p.Tq)
                 continue;
-            args.lse.ptr[w.bh * args.lse.head_stride + t] = lse[i][r];
+            w.stats(args.lse)[t] = lse[i][r];
             if (args.lse_rest.ptr)
-                args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + t] =
-                    softmax.rest(i, r, lse[i][r]);
+                w.stats(args.lse_rest)[t] = softmax.rest(i, r, lse[i][r]);
         }
     store_rows<HS>(o, warp_row, w.head<HS>(args.out) + q0 * args.out.token_stride,
                    args.out.token_stride, p.Tq - q0);
@@ -396,15 +396,18 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 struct BackwardArgs {
     Problem<float> p;
-    HeadsView<const float> dout, out;
+    HeadsView<const float> dout;
+    HeadsView<const float> out;
     RowStatsView<const float> lse;
     RowStatsView<const float> lse_rest;  // null in a call with all of its rows' keys
     LseD* lse_D;                         // (B, NH, Tq); D has been multiplied by the query's factor
     // (B, NH, Tq): 2^(lse_log2 − log2(e)·lse), for what lse_log2 has no bits for. P should be
-    // multiplied by it. Instead dkdv_kernel multiplies dO by it, and dq_kernel D, which comes to
-    // the same in dV and dS.
+    // multiplied by it. Instead dq_kernel multiplies D by it, and dkdv_kernel dO. Then dV = Pᵀ dO
+    // and dS = P∘(dO Vᵀ − D) come out the same.
     float* factors;
-    HeadsView<float> dq, dk, dv;
+    HeadsView<float> dq;
+    HeadsView<float> dk;
+    HeadsView<float> dv;
 };
 
 // The bits of the largest magnitude in the warp's tile of dS.
@@ -418,12 +421,12 @@ __device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
     return warp_largest(m);
 }
 
-// What a row's dS and P add up to beyond 0 and 1. P's excess is a relative error, so log2(e)·lse is
-// off by log2(e) times as much.
-struct RowError {
 // Sums of P are integers in units of 2^-30, because a float would lose what is small beside 1.
 constexpr uint32_t kPSumOne = 1 << 30;
 
+// What a row's dS and P add up to beyond 0 and 1. P's excess is a relative error, so log2(e)·lse is
+// off by log2(e) times as much.
+struct RowError {
     float dS;
     float P;
 };
@@ -437,8 +440,8 @@ __device__ __forceinline__ RowError error_of_row(float dS_sum, uint32_t P_sum) {
     return {.dS = dS_sum, .P = static_cast<float>(excess) / kPSumOne};
 }
 
-// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. O
-// is where Q will be.
+// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D.
+// For D, which is the diagonal of dO Oᵀ, O is there first, in Q's place.
 template <int HS, int M, class FirstRow>
 __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2],
                                           float (&D)[M][2], unsigned char* q_rows,
@@ -451,31 +454,36 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
     const PairTile<Lo> q_tile{smem_address(q_rows)};
     const PairTile<Lo> do_tile = q_tile.at(DqTiles<HS>::Do);
     const int lane = threadIdx.x % 32;
-    // Row g of an 8×8 block has its diagonal element in lane 4·g + g/2, which is its (g % 2)-th.
+    // In an 8×8 block lane 4·g + g/2 has the diagonal element of row g. It is the (g % 2)-th of the
+    // lane's two.
     const int g = lane / 4;
-    const int src_lane = 4 * g + g / 2;
+    const int diagonal_lane = 4 * g + g / 2;
+
     do_unit = keep_rows<HS, Rows, Lo>(do_rows, w.head<HS>(args.dout), args.dout.token_stride,
                                       first_q(), p.Tq);
-    float d[M][2 * M][4] = {};
-    const float d_unit = do_unit * keep_rows<HS, Rows, Lo>(q_rows, w.head<HS>(args.out),
-                                                           args.out.token_stride, first_q(), p.Tq);
+    float do_o[M][2 * M][4] = {};  // dO Oᵀ
+    const float do_o_unit =
+        do_unit * keep_rows<HS, Rows, Lo>(q_rows, w.head<HS>(args.out), args.out.token_stride,
+                                          first_q(), p.Tq);
     __syncwarp();
-    // It is never null, but the branch keeps 8 bytes from spilling.
+    // out is never null, but the branch keeps 8 bytes from spilling.
     if (args.out.ptr)
-        multiply_abt<HS, 1>(d, do_tile, q_tile);
+        multiply_abt<HS, 1>(do_o, do_tile, q_tile);
     __syncwarp();  // Q takes O's place
     q_unit = keep_rows<HS, Rows, Lo>(q_rows, w.head<HS>(p.q), p.q.token_stride, first_q(), p.Tq);
     __syncwarp();
+
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const int t = first_q() + 16 * i + 8 * r + lane / 4;
-            const float* diagonal = d[i][2 * i + r] + 2 * r;
             // An infinite lse makes P 0 in a row past Tq. S is 0 there, so that with a finite lse
             // P = e^−lse could be infinite and spoil the scale that the warp's rows share.
-            lse_log2[i][r] =
-                t < p.Tq ? args.lse.ptr[w.bh * args.lse.head_stride + t] * kLog2e : INFINITY;
-            const float mine = g % 2 ? diagonal[1] : diagonal[0];
-            D[i][r] = d_unit * __shfl_sync(~0u, mine, src_lane);
+            lse_log2[i][r] = t < p.Tq ? w.stats(args.lse)[t] * kLog2e : INFINITY;
+
+            // this lane's two elements of the 8×8 block whose rows and columns begin at 16·i + 8·r
+            const float* block = do_o[i][2 * i + r] + 2 * r;
+            const float mine = g % 2 ? block[1] : block[0];
+            D[i][r] = do_o_unit * __shfl_sync(~0u, mine, diagonal_lane);
         }
 }
 
@@ -491,16 +499,16 @@ __device__ __forceinline__ void add_keys(float4* k_sums, const float4 (&k)[N]) {
     }
     k_sums[opaque_thread_idx()] = sum;
 }
-// The mean of all keys, in this lane's columns of an accumulator.
+// The mean of all keys, in this lane's columns of an accumulator. The threads have summed in parts:
+// k_sums is kThreads / (HS / 4) rows of HS floats.
 template <int HS>
 __device__ __forceinline__ void mean_key(float2 (&k_mean)[HS / 8], const float4* k_sums, int keys) {
     for (int n = 0; n < HS / 8; n++) {
-        const float2* column =
-            reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
+        const float2* columns = reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 4;
         k_mean[n] = {0.f, 0.f};
-        for (int i = 0; i < kThreads / (HS / 4); i++) {  // the threads have summed in parts
-            k_mean[n].x += column[i * HS / 2].x;
-            k_mean[n].y += column[i * HS / 2].y;
+        for (int i = 0; i < kThreads / (HS / 4); i++) {
+            k_mean[n].x += columns[i * HS / 2].x;
+            k_mean[n].y += columns[i * HS / 2].y;
         }
         k_mean[n].x /= keys;
         k_mean[n].y /= keys;
@@ -547,18 +555,18 @@ __device__ __forceinline__ void correct_rows(float (&dq)[M][HS / 8][4], float (&
                 }
             } else {
                 // What rounding took from lse_log2, from log2(e) and from lse.
-                const float lse = args.lse.ptr[w.bh * args.lse.head_stride + row];
-                const float rest = args.lse_rest.ptr[w.bh * args.lse_rest.head_stride + row];
+                const float lse = w.stats(args.lse)[row];
+                const float rest = w.stats(args.lse_rest)[row];
                 change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
             }
 
             const float p_change = 1.f - kLn2 * change;  // 2^−change: it corrects P, and so dq
             scale_row(dq, i, r, p.scale * p_change);
             if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
-                const float lse = lse_log2[i][r] + change;
-                const float rest = (lse_log2[i][r] - lse) + change;
-                const float factor = 1.f - kLn2 * rest;
-                args.lse_D[at] = {.lse_log2 = lse, .D = D[i][r] * factor};
+                const float corrected = lse_log2[i][r] + change;
+                const float lost = (lse_log2[i][r] - corrected) + change;  // to rounding
+                const float factor = 1.f - kLn2 * lost;                    // 2^−lost
+                args.lse_D[at] = {.lse_log2 = corrected, .D = D[i][r] * factor};
                 args.factors[at] = factor;
             }
         }
@@ -621,8 +629,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             copy_kv(j + 1);
         __syncthreads();  // tile j is there for all
         const int k0 = j * Bc;
-        const bool none_sees = k0 > first_q() + Rows - 1 + p.shift;
-        if (none_sees)
+        const bool none_visible = k0 > first_q() + Rows - 1 + p.shift;
+        if (none_visible)
             continue;
 
         const float k_unit = unit_for(largest.x);
@@ -638,12 +646,12 @@ __global__ void __launch_bounds__(kThreads, 2)
             multiply_abt<HS, 2>(s, q_tile, kv.x_tile());
             multiply_abt<HS, 1>(dp, do_tile, kv.y_tile());
 
-            const int first_row = first_q();
+            const int warp_q0 = first_q();
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
-                    const int row = first_row + 16 * i + e / 2 * 8 + lane / 4;
-                    // How many columns it sees, counted from this lane's first.
-                    const int visible = min(p.Tk, row + p.shift + 1) - k0 - lane % 4 * 2;
+                    const int row = fragment_row(warp_q0 + 16 * i, e, lane);
+                    // How many columns this row sees, counted from this lane's first.
+                    const int visible = visible_keys(row, p.Tk, p.shift) - k0 - lane % 4 * 2;
                     for (int n = 0; n < Bc / 8; n++) {
                         float P = exp2_approx(fmaf(s[i][n][e], s_unit, -lse_log2[i][e / 2]));
                         if (Masked && 8 * n + e % 2 >= visible)
@@ -665,8 +673,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             pack_a(hi, lo, s, factor_for(dS_largest));
             add_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), unit_for(dS_largest) * k_unit);
         };
-        const bool needs_mask = k0 + Bc > p.Tk || k0 + Bc - 1 > first_q() + p.shift;
-        if (needs_mask)
+        const bool some_hidden = k0 + Bc > p.Tk || k0 + Bc - 1 > first_q() + p.shift;
+        if (some_hidden)
             step(std::true_type{});
         else
             step(std::false_type{});
@@ -761,12 +769,14 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int q_exponent = exponent_for(largest.x);
         const int do_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
-        const int keys = p.Tk - first_k();
-        // The tile's first query that sees the warp's first key, as if it had queries before its
-        // first, too. Query first_query + i is the first that sees key i.
+
+        const int keys = p.Tk - first_k();  // from the warp's first on
+        // The first query that sees the warp's first key, counted from the tile's first. It is
+        // negative if queries before the tile see it, too. Query first_query + i is the first that
+        // sees the warp's key i.
         const int first_query = first_k() - p.shift - j * Br;
-        const bool none_sees = first_query > Br - 1;
-        if (none_sees)
+        const bool none_visible = first_query > Br - 1;
+        if (none_visible)
             continue;
 
         auto step = [&](auto masked) {
@@ -784,9 +794,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             if constexpr (decltype(masked)::value) {
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++) {
-                        const int key = 16 * i + e / 2 * 8 + lane / 4;
-                        // How many columns come before those that see it, counted from this
-                        // lane's first.
+                        const int key = fragment_row(16 * i, e, lane);  // of the warp's
+                        // How many columns do not see this key, counted from this lane's first.
                         const int hidden = key < keys ? first_query + key - lane % 4 * 2 : Br;
                         for (int n = 0; n < Br / 8; n++)
                             if (8 * n + e % 2 < hidden)
@@ -826,8 +835,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                            power_of_two(-exponent_for(dS_largest) - kPExponent) * q_unit);
         };
         const bool query_0_sees_all = first_query + Rows - 1 <= 0;
-        const bool needs_mask = keys < Rows || !query_0_sees_all;
-        if (needs_mask)
+        const bool some_hidden = keys < Rows || !query_0_sees_all;
+        if (some_hidden)
             step(std::true_type{});
         else
             step(std::false_type{});

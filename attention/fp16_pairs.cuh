@@ -156,9 +156,9 @@ __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const fl
                 c[m][n + i][e] += x[m][i][e];
 }
 
-// c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first
-// rows of tile b. S adds its large terms in two chains, because a long chain drifts and S's
-// absolute error is P's relative error.
+// c (16·M × 8·N) += A · Bᵀ over HS: the small terms, then the large ones. A's rows are the first of
+// tile a, and c's columns are the first rows of tile b. S adds its large terms in two chains,
+// because a long chain drifts and S's absolute error is P's relative error.
 template <int HS, int Chains, int M, int N, int ALo, int BLo>
 __device__ __forceinline__ void multiply_abt(float (&c)[M][N][4], PairTile<ALo> a_tile,
                                              PairTile<BLo> b_tile) {
@@ -198,13 +198,14 @@ __device__ __forceinline__ void multiply_abt(float (&c)[M][N][4], PairTile<ALo> 
         }
 }
 
-// sum (16·M × HS) += unit · A · B over K, a slice of columns at a time. B is K rows of `tile`.
+// sum (16·M × HS) += unit · A · B over K: for a slice of columns at a time the small terms, then
+// the large ones. B is K rows of `tile`.
 template <int HS, int K, int M, int Lo>
 __device__ __forceinline__ void add_ab(float (&sum)[M][HS / 8][4],
                                        const uint32_t (&hi)[K / 16][M][4],
                                        const uint32_t (&lo)[K / 16][M][4], PairTile<Lo> tile,
                                        float unit) {
-    constexpr int Slice = 4 / M;  // 4 independent accumulators
+    constexpr int Slice = 4 / M;  // times 8 columns: M · Slice = 4 independent accumulators
     tile.hi = opaque(tile.hi);
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
         float c[M][Slice][4] = {};
@@ -292,8 +293,8 @@ struct Stream {
 
     // Splits what has arrived, once all warps have left the last tile. When it returns, the next
     // floats may be copied, and after a barrier all warps find this tile. seen(x) is called with
-    // this thread's pieces of x. Rows of y are multiplied by factor(row), which is close
-    // enough to 1 for y's largest magnitude to be found before.
+    // this thread's pieces of x. Rows of y are multiplied by factor(row). y's largest
+    // magnitude is found before that, because the factors are too close to 1 to matter to it.
     template <class Seen, class Factor>
     __device__ __forceinline__ Largest split_tiles(Seen seen, Factor factor) const {
         constexpr int Warps = Threads / 32;
