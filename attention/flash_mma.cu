@@ -387,7 +387,8 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
 // -------------------------------------------------------------------------------------------------
 // Launchers
 
-// Starts a block for each tile of queries of each head, or of keys, because backward has as many.
+// Starts a block for each tile of each head. Tiles of keys are as many as tiles of queries, because
+// backward has Tq = Tk.
 template <class Args>
 void launch(const Cuda& dev, void (*kernel)(Args), const Args& args) {
     const int tiles = ceil_div(args.s.Tq, kRows);

@@ -42,6 +42,7 @@ constexpr int kThreads = 64;  // of a block, each with a line of the block's own
 constexpr int kPassing = 16;  // lines of a passing tile: 16 rows at HS 64, 8 at HS 128
 constexpr int kOwn = 64;      // elements that a thread owns of a row, the length of a line
 constexpr int kTerms = 16;    // terms of a sum that are added in one go: short chains round less
+constexpr int kColumns = 16;  // columns of a line whose sums are made at once, in registers
 
 // A line in shared memory. With 4 floats more, 8 threads that read 16 bytes of a line each hit
 // different banks.
@@ -102,12 +103,12 @@ __device__ void multiply_abt(float (&s)[N], const float* own, const float* first
 template <int HS, int N>
 __device__ void add_ab(float (&o)[kOwn], const float (&p)[N], const float* first_line) {
 #pragma unroll
-    for (int c = 0; c < kOwn; c += kTerms) {
-        float sum[kTerms] = {};
+    for (int c = 0; c < kOwn; c += kColumns) {
+        float sum[kColumns] = {};
         for (int j = 0; j < N; j++)
-            for (int d = 0; d < kTerms; d++)
+            for (int d = 0; d < kColumns; d++)
                 sum[d] += p[j] * first_line[j * kRowStride<HS> + c + d];
-        for (int d = 0; d < kTerms; d++)
+        for (int d = 0; d < kColumns; d++)
             o[c + d] += sum[d];
     }
 }
@@ -219,8 +220,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     load_tile<HS>(do_smem, w.head<HS>(args.dout), args.dout.token_stride, q0, Tq);
     __syncthreads();
 
-    // D is dO times one row, O, and is summed like dO Vᵀ. So dP − D is exactly 0 where one key has
-    // all the weight, because O is its V.
+    // D is the product of dO with a tile of one row, O, and so it is summed in the order of dO Vᵀ.
+    // Then dP − D is exactly 0 where one key has all the weight, because O is its V.
     float D[1] = {};
     float dq[kOwn] = {};
     float sum = 0.f;
@@ -314,7 +315,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 // -------------------------------------------------------------------------------------------------
 // Launchers
 
-// Starts a block for each tile of queries of each head, or of keys, because backward has as many.
+// Starts a block for each tile of each head. Tiles of keys are as many as tiles of queries, because
+// backward has Tq = Tk.
 template <class Args>
 void launch(const Cuda& dev, void (*kernel)(Args), const Args& args) {
     const int threads_of_row = args.s.HS / kOwn;
