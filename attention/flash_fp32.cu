@@ -112,6 +112,8 @@ using Backward64 = Tiles<64, 64, 64>;
 using Backward128 = Tiles<128, 32, 64>;
 using BackwardSmall64 = Tiles<64, 32, 64>;
 using BackwardSmall128 = Tiles<128, 16, 32>;
+constexpr int kSmallestBr = BackwardSmall128::Br;
+constexpr int kSmallestBc = BackwardSmall128::Bc;
 
 // The lane grid: lane = 16·r1 + 2·column + r0, and row = 2·r1 + r0. Two lanes that differ in bit 0
 // alone share a column, and two that differ in bit 1 alone a row, so they load from one address.
@@ -474,8 +476,8 @@ __global__ void D_kernel(float* D, HeadsView<const float> dout, HeadsView<const 
 }
 
 // Finds what lse lost when it was rounded to fp32, in units of log 2, for a backward to which
-// nobody gave lse_rest. At |lse| = 128 that is up to 2^-17 of all P of a row, 30 times naive's
-// error. A row's P must add up to 1, so log Σ P is what is missing.
+// nobody gave lse_rest. At |lse| = 128 it is up to 2^-17, a relative error that all P of a row
+// share, 30 times naive's error. A row's P must add up to 1, so log Σ P is what is missing.
 //
 // Tiles without a large lse do no products and write zeros. In ordinary training no tile has one.
 // In calls with fewer queries than keys every tile does the products, because the errors of few
@@ -717,7 +719,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             load_queries(tile - 1);
         __syncthreads();  // dq is written, and the next Q and dO are there
         if (threadIdx.x == 0) {
-            // one serves the block, because the barrier orders all its writes before it
+            // one fence serves the block, because the barrier put the block's writes before it
             __threadfence();
             *added = w.tile + 1;
         }
@@ -744,7 +746,7 @@ template <class Args, class Call>
 Args common_args(const Call& c) {
     const AttentionShape& s = c.s;
     if (s.Tq > (1 << 20) || s.Tk > (1 << 20) ||
-        static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
+        static_cast<long long>(s.B) * s.NH * (s.Tk / kSmallestBc + 1) > INT_MAX)
         throw Error(
             format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, "
                    "B·NH·T ≤ 2^36): split the batch or the sequence",
@@ -819,10 +821,10 @@ void forward(const Cuda& dev, const AttentionForward<float>& c) {
     });
 }
 
-// Scratch holds D and lse_rest, then the counters: the ticket, and one for each query tile of at
-// least 16 rows of each head.
+// Scratch holds D and lse_rest, then the counters: the ticket, and one for each query tile of each
+// head, of the smallest tiles, because these are the most.
 size_t counter_bytes(const AttentionShape& s) {
-    return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, 16)) * sizeof(int);
+    return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, kSmallestBr)) * sizeof(int);
 }
 size_t scratch_bytes(const AttentionShape& s) {
     return counter_bytes(s) + 2 * s.rows() * sizeof(float);
