@@ -32,8 +32,8 @@ struct alignas(8) LseD {
     float lse_log2;  // log2(e)·lse
     float D;
 };
-// The same for the two queries of a lane in a fragment of dkdv_kernel, whose columns are queries.
-// Element e (fragments.cuh) is in the column of columns[e % 2].
+// The same of a lane's two queries in a fragment whose columns are queries, as dkdv_kernel has
+// them. Element e of the fragment (fragments.cuh) belongs to columns[e % 2].
 struct alignas(16) LseDPair {
     LseD columns[2];
 };
@@ -70,14 +70,15 @@ struct WorkTile {
 // of queries are worked on from the last to the first, tiles of keys from the first to the last.
 enum class TileOrder { first_to_last, last_to_first };
 
-// Block i works on tile i / heads of head i % heads.
+// The first `heads` blocks work on the first tile of each head, the next on the second, and so on,
+// where `order` says which end is first.
 __device__ __forceinline__ WorkTile work_tile(int heads, int NH, TileOrder order) {
-    const int i = blockIdx.x / heads;
+    const int nth = blockIdx.x / heads;  // of the head's tiles, in `order`
     const int tiles = gridDim.x / heads;
     const int bh = blockIdx.x % heads;
     const int b = bh / NH;
     const int h = bh % NH;
-    const int tile = order == TileOrder::last_to_first ? tiles - 1 - i : i;
+    const int tile = order == TileOrder::last_to_first ? tiles - 1 - nth : nth;
     return {.tile = tile, .bh = bh, .b = b, .h = h};
 }
 

@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 // row and col are multiples of 16 and known to the compiler, so that one register, `first`, serves
 // all blocks of the tile:
 //   row   16 rows further down r % 8 is the same, and so is the swizzle. The offset is added.
-//   col   moves by an even number of pieces, c. As the swizzle is an xor, that is an xor too:
+//   col   moves by c = col / 8 pieces, an even number. The swizzle is an xor, so that is one too:
 //         (c ^ piece) ^ (r % 8) = c ^ (piece ^ (r % 8)), because c + piece = c ^ piece for piece 0
 //         or 1. It flips only bits of the offset within a row. In the tile's address these are 0,
 //         because tiles start at multiples of a row's length.
@@ -142,10 +142,10 @@ __device__ __forceinline__ WorkTile work_tile(const Problem<X>& p, TileOrder ord
     const int blocks_of_group = p.group * p.tiles;
     const int first_head = block / blocks_of_group * p.group;  // of this block's group
     const int heads = min(p.group, p.heads - first_head);      // the last group may be smaller
-    const int i = block - first_head * p.tiles;                // block within the group
-    const int tile = i / heads;
+    const int i = block - first_head * p.tiles;  // the block's number within its group
+    const int nth = i / heads;                   // of the head's tiles, in `order`
     const int bh = first_head + i % heads;
-    return {.tile = order == TileOrder::last_to_first ? p.tiles - 1 - tile : tile,
+    return {.tile = order == TileOrder::last_to_first ? p.tiles - 1 - nth : nth,
             .bh = bh,
             .b = bh / p.NH,
             .h = bh % p.NH};
