@@ -146,9 +146,10 @@ bool rows_apart(size_t row_bytes, const CallMemory::Dimension& inner,
     return apart_in_a_group && groups_apart;
 }
 
-// True if a and b share no byte, whose blocks (rows, or whole sequences) of a_bytes and b_bytes all
-// start at multiples of `period` from the view's first one. Then only the offset of b's blocks
-// within a period counts: a's block comes first, and b's has to fit between its end and the next.
+// True if a and b share no byte. Both views consist of blocks (rows, or whole sequences), of
+// a_bytes and b_bytes, that start at multiples of `period` from the view's first block. So b's
+// blocks all lie at the same offset within a period. A block of a may be at the start of that
+// period, so b's has to begin after it and to end within the period.
 bool apart_in_a_period(size_t distance, size_t a_bytes, size_t b_bytes, size_t period) {
     const size_t offset = distance % period;
     return offset >= a_bytes && offset + b_bytes <= period;

@@ -187,8 +187,8 @@ inline size_t no_bytes(const AttentionShape&) {
 
 // What not every implementation supports. check_shape() refuses what is false.
 struct AttentionSupport {
-    bool any_head_size = false;  // not 64 and 128 alone
-    bool pieces = false;         // backward of some queries or keys, not of whole sequences alone
+    bool any_head_size = false;  // head sizes other than 64 and 128
+    bool pieces = false;         // backward of some of a sequence's queries or keys
     bool lse_rest = false;       // forward writes it, and backward reads it
 };
 
@@ -244,8 +244,9 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
             name));
 }
 
-// The memory of one of a call's tensors: sequences of rows, each row contiguous. Here a row is one
-// token's heads, or of statistics one head's tokens. A buffer is a single row.
+// The memory of one of a call's tensors: sequences of rows, each row contiguous. What a row is
+// depends on the tensor: all heads of one token in a HeadsView, all tokens of one head in a
+// RowStatsView, and the whole of a buffer.
 struct CallMemory {
     struct Dimension {
         size_t count = 1;

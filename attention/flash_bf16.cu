@@ -136,8 +136,8 @@ struct Softmax {
     }
 
     // m keeps the exponentials in range and need not be the maximum. So m, O and l follow the
-    // maximum only when some row of the warp has outgrown m by more than 2^8, which hardly ever
-    // happens after the first tile.
+    // maximum only when some row of the warp has outgrown it by a factor of more than 2^8, which
+    // hardly ever happens after the first tile.
     template <int N, int OutN>
     __device__ __forceinline__ void raise_max(float scale_log2, const float (&s)[M][N][4],
                                               float (&o)[M][OutN][4]) {

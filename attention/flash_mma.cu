@@ -143,9 +143,9 @@ __device__ void multiply_abt(Accumulator<N>& c, const Fragments<HS>& a_regs,
 
 // c += a · b over N rows of b: O += P V, and likewise dQ, dK and dV. A k-step kk is one MMA deep,
 // 16 terms of each sum. Its A operand, 16×16, is two fragments of the accumulator a, 16×8 each. The
-// rows of b are the rows of a B operand, so ldmatrix transposes. Its four matrices are 16 rows of b
-// by 16 columns, in quadrants: rows 16·kk … +7 and 16·kk+8 … +15 in the columns n … n+7, then the
-// same rows in the columns n+8 … n+15.
+// rows of b are the rows of a B operand, so ldmatrix transposes. Its four matrices are 16 rows of
+// b, from j = 16·kk on, by 16 columns, in quadrants: rows j … j+7 and j+8 … j+15 in the columns
+// n … n+7, then the same rows in the columns n+8 … n+15.
 template <int HS, int N>
 __device__ void add_ab(Accumulator<HS>& c, const Accumulator<N>& a, const SmemTile<HS, N>& b_smem) {
     const int lane = threadIdx.x % 32;

@@ -40,7 +40,8 @@ __device__ __forceinline__ void scale_row(float (&c)[N][4], int r, float factor)
     }
 }
 
-// The online softmax of row r: raises m to the largest S so far, and returns e^{m−m'}.
+// The online softmax of row r. s and m are of Q Kᵀ, and the exponent applies the scale. Raises m to
+// the largest s so far, and returns e^{scale·(m−m')}.
 template <int N>
 __device__ __forceinline__ float raise_max(float& m, const float (&s)[N][4], int r,
                                            float scale_log2) {
