@@ -553,6 +553,11 @@ enum NamedBarrier {
 // Consumers alternate, so that one's exponentials run while the tensor cores work for the other.
 // A consumer's barrier opens when all its threads wait and all of the other's have passed on.
 // Consumer 1 passes on once more than consumer 0 waits: when the block ends, it is 0's turn.
+//
+// Turns are for speed alone. They protect no data, so without them the results would be the same.
+// Nor can they stand in for ds_empty: consumer 0 has its turn n as soon as consumer 1 has passed on
+// in tile n − 1. Only after that does consumer 1 start dQ(n − 2), whose dS consumer 0 overwrites
+// with dS(n).
 struct Turns {
     int wg;
 
@@ -613,7 +618,7 @@ struct Consumer {
         start_s(n);
         wgmma_wait<0>(s);
         if (wg == 1)
-            turns.pass_on();  // consumer 0 begins
+            turns.pass_on();  // consumer 0 begins; otherwise each would wait for the other
         // Each moves s_work_tile on to the next, because it starts that one's first S.
         for (; s_work_tile.k_tile >= 0; w++)
             process_work_tile();
