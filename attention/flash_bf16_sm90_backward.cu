@@ -197,6 +197,8 @@ struct SharedMemory {
         float x[Tiles::kDqHalf];
     };
 
+    // K has two stages, because the next work tile's first S comes before the last dQ of this one.
+    // V needs one, because the next work tile's first dP comes after the last dP of this one.
     PipelineBuffer<KeyTile, 2> k;
     PipelineBuffer<KeyTile, 1> v;
     PipelineBuffer<QueryTile, 2> q;
@@ -227,7 +229,7 @@ struct SharedMemory {
 
     // At the end of a work tile nobody reads its K and dS any more, and dK and dV leave from there:
     //   dV           from stage 0 of dS, at HS 128 from both stages
-    //   dK in bf16   from K
+    //   dK in bf16   from K: the next work tile's K is in the other stage
     //   dK in fp32   from stage 1 of dS, at HS 64. At HS 128 fp32 does not fit, and consumers write
     //                both from registers.
     static constexpr bool kDkvFits = HS == 64 || std::is_same_v<Y, bf16>;
