@@ -207,7 +207,8 @@ struct SharedMemory {
     DqHalf dq[kConsumers];  // a part of the sum in fp32, or dQ itself as Y
     PipelineBuffer<typename Tiles::RowStats, 2> row_stats;
 
-    // Consumers need not arrive at k_empty, as the storer does so after their dkv_full.
+    // Consumers need not arrive at k_empty, as the storer does so after their dkv_full. Nor need dP
+    // and dV wait for dO, as S has waited for q_full.
     //
     // clang-format off
     //                             who waits  ← who arrives: when
