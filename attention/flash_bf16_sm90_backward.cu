@@ -383,8 +383,8 @@ struct Sender {
                 added = 0;
                 if (walk.left > 1)
                     added = load_relaxed_gpu(args.dq_semaphore(first_semaphore, walk.next()));
-                bulk_wait<0>();
-                fence_gpu();  // makes the load of `added` an acquire, and the store a release
+                bulk_wait<0>();  // the part is in the sum, not only out of shared memory
+                fence_gpu();     // makes the load of `added` an acquire, and the store a release
                 store_relaxed_gpu(args.dq_semaphore(first_semaphore, walk.i), part.number + 1);
             }
         }
