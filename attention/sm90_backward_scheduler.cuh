@@ -37,8 +37,9 @@
 // after another, while those of the head before it finish one after another, so each fits behind
 // one of those.
 //
-// No deadlock. A block waits only for work tiles with lower tickets than its own, and blocks that
-// are running have taken those. (The last query tile of a work tile also waits for the next work
+// No deadlock. A block waits only for work tiles with lower tickets than its own. Blocks that are
+// running have taken those, and each works through its own in order. So the unfinished one with the
+// lowest ticket waits for nobody. (The last query tile of a work tile also waits for the next work
 // tile's loads, but these need only what the same block has already done.) So only who gets which
 // ticket varies from run to run, and no sum depends on that.
 #pragma once
