@@ -152,9 +152,10 @@ class Reader {
             if (at_ == std::string::npos)
                 return;
             at_++;
-            const std::string name = read_name();
+            std::string name = read_name();
             if (!skip(":"))
                 continue;
+            name[0] = to_lower(name[0]);  // {Hero:person} remembers its row as hero, too
             const std::string rule = read_name();
             if (find(g_.variables, name) < 0)
                 g_.variables.push_back({.name = name, .rule = g_.rule(rule)});

@@ -134,6 +134,20 @@ apple, pear(|, cut)
                1e-12);
 }
 
+// A capital where a row is chosen and remembered is only for the text, as it is anywhere else.
+TEST(a_capital_can_bind_a_name) {
+    const Grammar g(R"(
+@rule story
+1 {Hero:person} met {friend:person!hero}, and {friend} met {hero}.
+@list person
+ann, tom
+)");
+    for (int i = 0; i < 20; i++) {
+        const std::string text = g.write(g.rule("story"), 1, i);
+        CHECK(text == "Ann met tom, and tom met ann." || text == "Tom met ann, and ann met tom.");
+    }
+}
+
 namespace {
 
 // The stories of the corpus by number: first the validation part, then the training part.
