@@ -397,6 +397,8 @@ class Writer {
         for (const Alternative& a : alternatives) {
             total += weight(a, s.others);
         }
+        if (total == 0)
+            fail_without_rows(s);
 
         uint64_t left = random_below(total);
         size_t i = 0;
@@ -405,6 +407,14 @@ class Writer {
             i++;
         }
         return alternatives[i];
+    }
+
+    [[noreturn]] void fail_without_rows(const Symbol& s) const {
+        std::string excluded;
+        for (const int other : s.others) {
+            excluded += "!" + g_.variables[other].name;
+        }
+        throw Error("grammar: " + excluded + " leaves no row of " + g_.rules[s.rule].name);
     }
 
     const Memory& remembered(int variable) const {

@@ -84,6 +84,7 @@ struct Grammar {
 
     int rule(const std::string& name) const;  // −1 if there is none
 
-    // A text of `rule`, written with random stream `index` of `seed`.
+    // A text of `rule`, written with random stream `index` of `seed`. Throws an Error if a slot
+    // uses a row that is not chosen yet, or if {friend:person!hero} excludes all rows.
     std::string write(int rule, uint64_t seed, uint64_t index) const;
 };

@@ -148,6 +148,22 @@ ann, tom
     }
 }
 
+// A choice among the other rows needs one. Which rows are left may depend on the choices before.
+TEST(a_choice_without_rows_is_refused) {
+    const Grammar g(R"(
+@rule single
+1 {a:one} and {b:one!a}
+@list one
+ann
+@rule pair
+1 {c:two}, {d:two!c} and {e:two!c!d}
+@list two
+ann, tom
+)");
+    CHECK_ERROR(g.write(g.rule("single"), 1, 0), "grammar: !a leaves no row of one");
+    CHECK_ERROR(g.write(g.rule("pair"), 1, 0), "grammar: !c!d leaves no row of two");
+}
+
 namespace {
 
 // The stories of the corpus by number: first the validation part, then the training part.
