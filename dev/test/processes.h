@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <thread>
@@ -57,6 +59,8 @@ struct Processes {
     void start(const std::function<int()>& body) {
         std::fflush(stdout);
         const pid_t pid = fork();
+        if (pid < 0)
+            throw Error(format("fork(): %s", std::strerror(errno)));
         if (pid > 0) {
             pids.push_back(pid);
             return;
