@@ -59,6 +59,12 @@ static bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
 template <class X, class Y>
 static void check_close(const std::string& what, const std::vector<X>& got,
                         const std::vector<Y>& want, double tol) {
+    if (got.size() != want.size()) {
+        test::report(__FILE__, __LINE__,
+                     format("%s: %zu elements, not %zu", what.c_str(), got.size(), want.size()));
+        return;
+    }
+
     double worst = 0;
     double scale = 0;
     for (size_t i = 0; i < want.size(); i++) {
@@ -66,7 +72,7 @@ static void check_close(const std::string& what, const std::vector<X>& got,
         worst = std::isnan(error) ? inf : std::max(worst, error);
         scale = std::max(scale, std::fabs(double(want[i])));
     }
-    if (got.size() != want.size() || !(worst <= tol * scale))
+    if (!(worst <= tol * scale))
         test::report(__FILE__, __LINE__,
                      format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
 }
