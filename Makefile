@@ -189,9 +189,10 @@ build/parallel/comm.o build/archs/parallel/comm.o: private NVCCFLAGS += $(NCCLFL
 # The flags that objects were compiled with. If these change, as with another ARCH, all objects are
 # recompiled.
 build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
+build/archs.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(EVERY_ARCH)
 build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
 build/nccl.flags: FLAGS = $(NCCLFLAGS)
-build/parallel/comm.o: build/nccl.flags
+build/parallel/comm.o build/archs/parallel/comm.o: build/nccl.flags
 build/%.flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
@@ -230,12 +231,13 @@ build/sanitized/%.o: %.cpp build/cxx.flags
 # Every kernel, with warnings as errors, for the architectures whose source lines differ; later
 # architectures share those lines. In attention/ a register spill is an error, too, and so is what
 # ptxas says where it serializes wgmma or adds a wait (C7510 and up): SPILLS is set for these files.
+EVERY_ARCH := $(call gencode,75 80 90a)
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
 build/archs/%.o: WERROR := 1
 build/archs/attention/%.o: SPILLS := -Xptxas -warn-spills
-build/archs/%.o: %.cu
+build/archs/%.o: %.cu build/archs.flags
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(SPILLS) $(call gencode,75 80 90a) -c -o $@ $< 2>$@.log || \
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(SPILLS) $(EVERY_ARCH) -c -o $@ $< 2>$@.log || \
 	    { cat $@.log >&2; exit 1; }
 	@if [ "$(SPILLS)" ] && grep 'info *: .C75' $@.log >&2; then rm $@; exit 1; fi
 
