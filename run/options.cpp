@@ -1,6 +1,8 @@
 // Parsing, help and settings from one table of options.
 #include "run/options.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
@@ -106,6 +108,15 @@ void set_value(Option& option, const std::string& text) {
     option.given = option.kind != Option::Flag || text == "1";
 }
 
+// If the word names a file, the shell may have made several words of a pattern, the first of which
+// was an option's value.
+[[noreturn]] void fail_unknown(const std::string& word) {
+    const bool is_file = !word.starts_with('-') && access(word.c_str(), F_OK) == 0;
+    throw UsageError(format("unknown option %s; see --help (llm.c's options: FROM_LLMC.md)%s",
+                            word.c_str(),
+                            is_file ? ", and put a pattern of file names in quotes" : ""));
+}
+
 // The first column of --help: "  -b,  --batch N". Options without a letter are indented to line up.
 std::string usage_of(const Option& option) {
     const char* argument = "";
@@ -163,10 +174,7 @@ Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& tab
         const std::string name = args[i].substr(0, equals);
         Option* option = find_option(table, name);
         if (!option)
-            throw UsageError(
-                format("unknown option %s; see --help (llm.c's options: FROM_LLMC.md), and put a "
-                       "pattern of file names in quotes",
-                       name.c_str()));
+            fail_unknown(name);
         if (std::find(given.begin(), given.end(), option) != given.end())
             throw UsageError(format("%s is given twice: leave out one", title(*option).c_str()));
         given.push_back(option);

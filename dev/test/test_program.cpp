@@ -179,9 +179,17 @@ TEST(wrong_arguments_are_named) {
                  {{"--device", "cu"}, "--device: \"cu\" is not one of auto|cuda|cpu"}};
     for (const auto& [arguments, error] : cases)
         check_begins(parsed(arguments), error);
-    CHECK(contains(parsed({"-a", "data.bin"}), "FROM_LLMC.md"));
     for (const char* path : {"-i", "-j", "-e", "-o", "--hellaswag", "--tokenizer"})
         CHECK(contains(parsed({path, ""}), "path"));
+}
+
+// What may be the second file of a pattern that the shell has expanded is told from other mistakes.
+TEST(unknown_options_get_hints) {
+    const std::string hint = "see --help (llm.c's options: FROM_LLMC.md)";
+    const std::string quotes = ", and put a pattern of file names in quotes";
+    for (const std::string name : {"--bat", "-9", "no_such_file.bin", ""})
+        CHECK(parsed({"-i", "LICENSE", name}) == "unknown option " + name + "; " + hint);
+    CHECK(parsed({"-i", "LICENSE", "README.md"}) == "unknown option README.md; " + hint + quotes);
 }
 
 // A value that stands for a default inside the program is no value that a user can give.
