@@ -549,6 +549,8 @@ struct Consumer {
         release(shared.v_empty.address(kv));
         ++kv;
     }
+    // Waits for what it does not read. Otherwise it could run ahead by a round, and arrive twice in
+    // one phase of an empty barrier.
     __device__ __forceinline__ void skip_tile() {
         shared.k_full.wait(kv);
         release(shared.k_empty.address(kv));

@@ -9,6 +9,10 @@
 // the phase of their own round. Whoever fills a stage waits for `empty` to end that of the round
 // before, which has the other parity. In the first round that wait returns at once, as all stages
 // are empty.
+//
+// A parity cannot tell a round from the next but one. It need not, if whoever waits at `full` also
+// arrives at `empty`, or is awaited by somebody who does: then no stage is filled again, and no
+// later phase of `full` ends, before that wait is over.
 #pragma once
 #include "cuda/ptx_sm90.cuh"
 
