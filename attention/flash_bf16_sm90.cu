@@ -16,10 +16,11 @@
 // be overwritten.
 //
 // Any m gives the same out and lse as long as nothing overflows. The maximum of the first tile (the
-// diagonal one) is nearly always good enough for the whole row. Only if what a lane adds to l for a
-// tile exceeds 2^60 does its warp need a new m. It then computes S of that tile again, by itself,
-// and takes a step of the textbook's online softmax. So 64 maxima, 4 shuffles and the rescaling of
-// O are gone from the loop.
+// diagonal one) is nearly always good enough for the whole row. It is never too large, because it
+// is one of the row's own S, whose P is 1. Only if what a lane adds to l for a tile exceeds 2^60,
+// or a row has met no key before, does its warp need a new m. It then computes S of that tile
+// again, by itself, and takes a step of the textbook's online softmax. So 64 maxima, 4 shuffles and
+// the rescaling of O are gone from the loop.
 //
 // A warpgroup's step, for tile j of keys; it walks from the last tile to the first. While its own
 // exponentials run, the tensor cores also serve the other warpgroups:
