@@ -333,7 +333,7 @@ struct Consumer {
         }
     }
     // Starts O += P V for the tile's first Keys, and after each k-step of 16 keys runs
-    // `interleaved`.
+    // `interleaved`. The caller has waited for V.
     template <int Keys, class Interleaved>
     __device__ __forceinline__ void start_o(PipelineState<Tiles::Stages> kv,
                                             Interleaved interleaved) {
@@ -473,9 +473,9 @@ struct Consumer {
         finish_step(previous);
     }
 
-    // V(j) is for the next step. It is awaited here, because the loop in mbarrier_wait keeps the
-    // compiler from moving the exponentials past the wait for O: they are to run while the tensor
-    // cores multiply.
+    // Waits for V(j), too, which the next start_o multiplies: no other wait stands between. That it
+    // stands here and not there is because the loop in mbarrier_wait keeps the compiler from moving
+    // the exponentials past the wait for O: they are to run while the tensor cores multiply.
     __device__ __forceinline__ void wait_for_o() {
         shared.v_full.wait(kv);
         wgmma_wait<0>(o);
