@@ -669,7 +669,7 @@ struct Consumer {
 
             // [quote]
             start_add_ab<HS>(dk, ds, shared.q.address(n));
-            fence_proxy_async();  // of dS, whose stores are done by now
+            fence_proxy_async();  // for dS; it need not wait, as the stores are done by now
             shared.ds_full.arrive(n);
             if (HS == 128)
                 turns.pass_on();
