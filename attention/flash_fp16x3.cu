@@ -499,8 +499,8 @@ __device__ __forceinline__ void add_keys(float4* k_sums, const float4 (&k)[N]) {
     }
     k_sums[opaque_thread_idx()] = sum;
 }
-// The mean of all keys, in this lane's columns of an accumulator. The threads have summed in parts:
-// k_sums is kThreads / (HS / 4) rows of HS floats.
+// The mean of the keys that have passed by, in this lane's columns of an accumulator. The threads
+// have summed in parts: k_sums is kThreads / (HS / 4) rows of HS floats.
 template <int HS>
 __device__ __forceinline__ void mean_key(float2 (&k_mean)[HS / 8], const float4* k_sums, int keys) {
     for (int n = 0; n < HS / 8; n++) {
