@@ -53,7 +53,7 @@ RUNGS = {
         "flash_mma": "tensor cores by mma.sync; fragments",
         "flash_bf16": "copies and exponentials overlap products",
         "flash_wgmma": "Hopper's instructions: wgmma and TMA",
-        "flash_bf16_sm90": "warps with roles; five products, summed deterministically",
+        "flash_bf16_sm90": "warps with roles; five products and a deterministic sum of dQ",
     },
 }
 
