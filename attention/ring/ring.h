@@ -55,7 +55,7 @@ class Ring : Pieces<Dev, X> {
     Ring(const Dev& dev, const RingRank& rank, const AttentionShape& shape,
          Attention kind = Attention::flash)
         : Base(dev, shape, kind), zigzag_{rank.ranks}, rank_(rank.rank), Tc_(shape.Tk / 2) {
-        place(nullptr);
+        place(nullptr);  // again, because Base's constructor leaves out what travels
     }
     void start(void* memory, Comm* comm) {  // memory of bytes()
         place(memory);
@@ -76,13 +76,13 @@ class Ring : Pieces<Dev, X> {
                 else
                     Base::forward(p, in, sum, first, view(out));  // the merge rounds what it merges
             });
-
-            // The last step's merge rounded its queries, those from p.q0 on. (The first step merges
-            // none.)
-            const int not_rounded = first ? T() : p.q0;
-            if (last && not_rounded > 0)
-                add(dev_, q_shape(not_rounded), view(out), sum.o);
         }
+
+        // The merge of the last step has rounded its queries, so what is left are those before
+        // them. A ring of one rank merges nothing.
+        const int not_rounded = ranks() > 1 ? others_keys(ranks() - 1).q0 : T();
+        if (not_rounded > 0)
+            add(dev_, q_shape(not_rounded), view(out), sum.o);
     }
 
     // The gradients of a rank's keys start at the next rank, at step 1, and are home after N − 1
@@ -112,21 +112,17 @@ class Ring : Pieces<Dev, X> {
                 A* const dkv = writes_sums ? dkv_travelling_.here : piece_dkv_;
                 Base::backward(p, in, dq, dkv);
 
-                // How many queries, from p.q0 on, have a dq in piece_out_dq_ that the sum lacks. At
-                // step 1 these are the early ones of step 0 (p.q0 is 0 if they see others' keys).
-                int queries = T() - p.q0;
-                if (writes_sums)
-                    queries = early_sees_others ? Tc_ : 0;
-                const HeadsView<A> sum = view(sum_out_dq_).from(p.q0);
-                if (queries > 0)
-                    add(dev_, q_shape(queries), sum, sum, view(piece_out_dq_).from(p.q0));
+                if (!writes_sums)
+                    add_to_sum_dq(p.q0, p.Tq);
+                else if (early_sees_others)
+                    add_to_sum_dq(0, Tc_);  // what step 0 found
             });
             if (writes_sums)
                 continue;
 
             // What has arrived is added to this rank's, which has at least as many chunks, and the
             // sum is sent on at the next step.
-            const int n = summed(previous(), step - 1);
+            const int n = dkv_tokens(previous(), step - 1);
             add(dev_, kv_shape(n), dkv_view(piece_dkv_), dkv_view(piece_dkv_),
                 dkv_view(dkv_travelling_.here));
             std::swap(piece_dkv_, dkv_travelling_.here);
@@ -178,9 +174,9 @@ class Ring : Pieces<Dev, X> {
         const int Tq = visible == 2 ? Tc_ : T();
         return {.q0 = T() - Tq, .Tq = Tq, .k0 = 0, .Tk = visible * Tc_, .causal = false};
     }
-    // How many of a step's tokens have dk and dv when `rank` sends these on: those of the chunks
-    // that it sees. No rank before it has seen more.
-    int summed(int rank, int step) const { return zigzag_.visible(rank, step) * Tc_; }
+    // How many tokens of the keys that `rank` has at a step have dk and dv when it sends these on,
+    // at the next step: those of the chunks that it sees. No rank before it has seen more.
+    int dkv_tokens(int rank, int step) const { return zigzag_.visible(rank, step) * Tc_; }
 
     // Copies the rank's own keys and values to where they travel from.
     void load_own_kv(const X* qkv) {
@@ -214,14 +210,19 @@ class Ring : Pieces<Dev, X> {
                 comm_->send_recv(next, kv_.here, n, previous(), kv_.incoming, n);
             }
             if (hop.dkv) {
-                const size_t out = summed(rank_, hop.step - 1) * token;
-                const size_t in = summed(previous(), hop.step - 1) * token;
+                const size_t out = dkv_tokens(rank_, hop.step - 1) * token;
+                const size_t in = dkv_tokens(previous(), hop.step - 1) * token;
                 comm_->send_recv(next, dkv_travelling_.here, out, previous(),
                                  dkv_travelling_.incoming, in);
             }
         });
     }
 
+    // Adds the dq of these queries that is in piece_out_dq_.
+    void add_to_sum_dq(int q0, int Tq) {
+        const HeadsView<A> sum = view(sum_out_dq_).from(q0);
+        add(dev_, q_shape(Tq), sum, sum, view(piece_out_dq_).from(q0));
+    }
     // piece_out_dq_ has the late queries' dq from this rank's own keys, which the last call has
     // written.
     void store_dq(HeadsView<X> dq) {
@@ -231,7 +232,7 @@ class Ring : Pieces<Dev, X> {
     }
     // The sum of what the late queries, the early queries and the other ranks found.
     void store_dkv(HeadsView<X> dkv) {
-        const int arrived = ranks() > 1 ? summed(previous(), ranks() - 1) : 0;
+        const int arrived = ranks() > 1 ? dkv_tokens(previous(), ranks() - 1) : 0;
         const HeadsView<A> late_queries = dkv_view(piece_dkv_);
         const HeadsView<A> early_queries = dkv_view(sum_dkv_);
         const HeadsView<A> others = dkv_view(dkv_travelling_.here);
