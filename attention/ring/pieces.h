@@ -7,9 +7,9 @@
 //   lse ← log(exp lse + exp lse_b)
 //
 // A merged lse has a rest: its rounding error. Both together have twice the digits. At lse = 9
-// rounding to fp32 changes lse by up to 5e-7. That is a relative error, several times fp32's own,
-// of the merge's weight and in backward of all of the row's P. Without the rest every merge would
-// add it again.
+// rounding to fp32 changes lse by up to 5e-7. Without the rest, the merge's weight and, in
+// backward, every P of the row would have a relative error as large as that, several times fp32's
+// own, and every merge would add another.
 #pragma once
 #include "attention/attention.h"
 
@@ -80,7 +80,8 @@ void add(const Cuda&, const AttentionShape&, HeadsView<Y> dst, HeadsView<Z> a, H
 // -------------------------------------------------------------------------------------------------
 // Calls
 
-// Some queries with some keys, and a mask that ends where the keys end, or none.
+// The queries of Tq tokens from q0 on, with the keys of Tk tokens from k0 on. If causal, the last
+// query sees all of these keys (AttentionShape).
 struct PieceCall {
     int q0;
     int Tq;
@@ -95,7 +96,7 @@ class Pieces {
   public:
     using A = Acc<X>;
 
-    // Of lse (B, NH, T), followed by the rest of each if there is one.
+    // The size of lse: (B, NH, T) and, if rests are kept, (B, NH, T) of them.
     size_t lse_elements() const { return kHasRest ? 2 * rows() : rows(); }
     size_t bytes() const { return next_ - begin_; }
 
