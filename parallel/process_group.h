@@ -13,7 +13,7 @@ struct ProcessGroup {
     int local_rank = 0;  // among the ranks on this machine
     int local_size = 1;
     std::string nccl_id;                 // the same on all ranks; set by rendezvous()
-    std::unique_ptr<Watchdog> watchdog;  // started by rendezvous(); null for a single rank
+    std::unique_ptr<Watchdog> watchdog;  // started by rendezvous(); null without that
 
     ProcessGroup() = default;  // a single process
 

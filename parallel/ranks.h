@@ -28,7 +28,7 @@ struct Ranks {
     using Comm = typename Dev::Comm;
     std::shared_ptr<Comm> comm;          // all ranks
     std::shared_ptr<Comm> context_comm;  // the ranks that share this rank's sequences
-    Watchdog* watchdog = nullptr;        // null for a single rank
+    Watchdog* watchdog = nullptr;        // null if no other process runs
     int rank = 0;
     int size = 1;
     int local_size = 1;    // ranks on this machine
@@ -101,7 +101,8 @@ Ranks<Dev> connect(const Dev& dev, const ProcessGroup& group, int context) {
     ranks.local_size = group.local_size;
     ranks.context = context;
     ranks.watchdog = group.watchdog.get();
-    if (!ranks.watchdog)
+    const bool runs_alone = !ranks.watchdog;  // as a single rank, or with --memory
+    if (runs_alone)
         return ranks;
 
     // The watchdog must not ask a communicator that is gone.
