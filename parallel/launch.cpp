@@ -130,7 +130,8 @@ RankInfo rank_from_environment() {
     if (self.size == 1)
         return {};
 
-    // srun may have started the ranks of another launcher, whose variable then takes precedence.
+    // Slurm's variable serves a launcher that sets none, such as PMI under srun. The launcher's own
+    // comes last, so it takes precedence.
     for (const char* name : {kSlurm.local_rank, launcher->local_rank}) {
         if (is_set(name))
             self.local_rank = number(name, 0, self.size - 1);

@@ -309,7 +309,8 @@ std::string ask_rank_0(const RankInfo& self, const Hello& own, double timeout) {
             }
 
             s.send_all(hello);
-            // Rank 0's own timeout has begun by now, so it is over by then.
+            // Rank 0 answers at the latest when its own timeout is over. It listens already, so
+            // that is before deadline + timeout.
             while (!s.receive() && now() < deadline + timeout) {
                 usleep(10000);
             }
