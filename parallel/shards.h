@@ -35,7 +35,8 @@ std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int shards, b
         const size_t pieces = layer_by_layer ? t.layers : 1;
         const size_t stride = t.elements() / pieces;
         const size_t size = stride / shards;
-        const size_t begin = tensor_begin + (rank % shards) * size;
+        const size_t shard = shards > 1 ? rank : 0;
+        const size_t begin = tensor_begin + shard * size;
         share.push_back({.begin = begin,
                          .size = size,
                          .decay = t.decays(),
@@ -48,7 +49,7 @@ std::vector<ParamRange> share_of(const Tensors& tensors, int rank, int shards, b
     return share;
 }
 
-// A part of a share without gaps.
+// A contiguous part of a share.
 struct SharePart {
     size_t begin;        // among all parameters
     size_t state_begin;  // in the share's gradients, m, v and master weights
