@@ -64,9 +64,11 @@ class Reader {
 
     Grammar& g_;
     std::vector<std::string> lines_;
-    std::string line_;           // the line that is being read
-    size_t at_ = 0;              // the position in it
-    int rule_ = -1;              // the rule whose header was read last
+    std::string line_;  // the line that is being read
+    size_t at_ = 0;     // the position in it
+    // The rule whose header was read last. Headers are read first, so rules with a name come first
+    // in g_.rules, in the order of their headers; choices written in place follow.
+    int rule_ = -1;
     Form form_ = Form::unknown;  // its form
 
     [[noreturn]] void fail(const std::string& what) const {
@@ -320,17 +322,19 @@ class Reader {
         s.capital = std::isupper(static_cast<unsigned char>(name[0])) != 0;
         name[0] = to_lower(name[0]);
 
-        // The name is a variable's if read_bindings() has found a {name:rule}, else a rule's. For a
-        // variable {name:rule} chooses a row; {name} and {name.column} use the row chosen before.
+        // The name is a variable's if read_bindings() has found a {name:rule}, else a rule's.
         s.variable = find(g_.variables, name);
         const bool is_variable = s.variable >= 0;
         s.rule = is_variable ? g_.variables[s.variable].rule : g_.rule(name);
-        if (is_variable && rule.empty())
+
+        // {variable:rule} chooses a row; {variable} and {variable.column} use the one chosen last.
+        const bool is_binding = !rule.empty();
+        if (is_variable && !is_binding)
             s.kind = column.empty() ? Symbol::repeat : Symbol::recall;
 
         if (s.rule < 0)
-            fail("no rule " + (rule.empty() ? name : rule));
-        if (!rule.empty() && g_.rule(rule) != s.rule)
+            fail("no rule " + (is_binding ? rule : name));
+        if (is_binding && g_.rule(rule) != s.rule)
             fail("bad binding of " + name);
         if (!column.empty())
             s.column = column_index(s.rule, column);
