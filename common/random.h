@@ -20,7 +20,7 @@ RANDOM_HD inline uint64_t mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// 64 random bits: number `index` of the stream that `seed` starts.
+// 64 random bits: number `index` of the stream that `seed` starts. mix(x) alone is a hash of x.
 RANDOM_HD inline uint64_t mix(uint64_t seed, uint64_t index = 0) {
     return mix64(seed + (index + 1) * kGolden);
 }

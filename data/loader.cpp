@@ -299,7 +299,7 @@ std::vector<int> Loader::read_window() {
         window = permute(window, windows_in(shard), permutation_key(index));
     const uint64_t begin = window * T_;
     if (is_text_)  // encoded for this vocabulary, so there is nothing to check
-        return {&text_[begin], &text_[begin] + T_ + 1};
+        return std::vector<int>(&text_[begin], &text_[begin] + T_ + 1);
 
     const std::vector<uint16_t> tokens = read_tokens(shard, begin);
     std::vector<int> ids;

@@ -91,14 +91,14 @@ size_t end_of_word(const std::string& text, size_t at) {
         text[at] == ' ' && at + 1 < text.size() && kind_of(text, at + 1) != 'S';
     const size_t begin = leading_blank ? at + 1 : at;
     const char kind = kind_of(text, begin);
-    size_t last = at;  // where the last character starts
+    size_t last = begin;  // where the last character starts
     size_t end = begin;
     while (end < text.size() && kind_of(text, end) == kind) {
         last = end;
         end += character(text, end).bytes;
     }
     // White space leaves its last character to the next word, unless it is the only one.
-    if (kind == 'S' && end < text.size() && last > at)
+    if (kind == 'S' && end < text.size() && last > begin)
         return last;
     return end;
 }
@@ -242,9 +242,9 @@ std::vector<size_t> Tokenizer::merge_pairs(const std::string& word) const {
         auto operator<=>(const Pair&) const = default;  // by token, then from left to right
     };
     const size_t n = word.size();
-    // Of the part that starts at byte i, element i is where the next part and the previous one
-    // start. At first each byte is a part. No part starts at n, and next[n] is n + 1, which is no
-    // pair's end.
+    // Where the parts next to the one that starts at byte i start: next[i] after it, previous[i]
+    // before it. At first each byte is a part. No part starts at n, and next[n] is n + 1, which is
+    // no pair's end.
     std::vector<size_t> next(n + 1);
     std::vector<size_t> previous(n + 1);
     std::iota(next.begin(), next.end(), 1);
