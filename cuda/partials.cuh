@@ -9,10 +9,11 @@
 constexpr int kColumnThreads = 256;
 constexpr int kColumnWarps = kColumnThreads / kWarp;
 
-// Stage 1: the body of a kernel. Block (x, y) sums 32·V columns, from 32·V·x on. Its rows are every
-// gridDim.y-th group of kColumnWarps, from group y on: a warp takes a row of the group, and a
-// thread V of the columns. add_row(row, c, sum) adds columns c to c + V − 1 of a row to sum. Then
-// warp 0 adds the warps' sums in order. partials is (gridDim.y, C).
+// Stage 1: the body of a kernel. A block sums 32·V columns, from 32·V·blockIdx.x on, and each lane
+// owns V of them. Rows are dealt out in groups of kColumnWarps, one row for each warp. The block
+// takes groups blockIdx.y, blockIdx.y + gridDim.y, …. add_row(row, c, sum) adds columns c to
+// c + V − 1 of a row to sum. In the end warp 0 adds the warps' sums in order and writes them to row
+// blockIdx.y of partials (gridDim.y, C).
 template <int V, int Unroll, class AddRow>
 __device__ static void column_sums(float* __restrict__ partials, size_t N, int C, AddRow add_row) {
     __shared__ float sum_smem[kColumnWarps][V][kWarp];
@@ -88,10 +89,10 @@ __global__ static void __launch_bounds__(kSumThreads)
         out[c] += sum;
 }
 
-// The partial sums in scratch: `count` rows, each with `columns` sums for every output.
+// The partial sums in scratch: `rows` rows, each with `columns` sums for every output.
 struct Partials {
-    const float* rows;
-    int count;
+    const float* sums;
+    int rows;
     int columns;
 };
 
@@ -104,7 +105,7 @@ static void add_partials(const Cuda& dev, float* const (&outputs)[K], const Part
 
     const int columns = partials.columns;
     const dim3 grid(ceil_div(columns, kWarp), K);
-    add_partials_kernel<<<grid, kSumThreads, 0, dev.stream>>>(out, partials.rows, partials.count,
+    add_partials_kernel<<<grid, kSumThreads, 0, dev.stream>>>(out, partials.sums, partials.rows,
                                                               K * columns, columns);
     LAUNCH_CHECK("add_partials_kernel");
 }

@@ -95,7 +95,7 @@ void activation_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void
     float* partials = static_cast<float*>(scratch);
     kernel<<<grid, kColumnThreads, 0, dev.stream>>>(dinp, partials, out, inp, dout, N, C);
     LAUNCH_CHECK("activation_backward_kernel");
-    add_partials(dev, {dinp_sum}, {.rows = partials, .count = slices, .columns = C});
+    add_partials(dev, {dinp_sum}, {.sums = partials, .rows = slices, .columns = C});
 }
 
 size_t activation_scratch_bytes(const Cuda& dev, int C) {

@@ -568,8 +568,7 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
     if (!launched)
         rows = launch_backward(dev, o);
 
-    add_partials(dev, {dweight, dbias, dinp_sum},
-                 {.rows = o.partials, .count = rows, .columns = C});
+    add_partials(dev, {dweight, dbias, dinp_sum}, {.sums = o.partials, .rows = rows, .columns = C});
 }
 
 #define INSTANTIATE(X)                                                                             \

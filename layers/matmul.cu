@@ -322,7 +322,7 @@ void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dq
     float* partials = static_cast<float*>(scratch);
     kernel<<<grid, kColumnThreads, 0, dev.stream>>>(partials, dqkv, N, C, 3 * C);
     LAUNCH_CHECK("bias_backward_kernel");
-    add_partials(dev, {dqkvb}, {.rows = partials, .count = slices, .columns = C});
+    add_partials(dev, {dqkvb}, {.sums = partials, .rows = slices, .columns = C});
 }
 
 size_t qkv_bias_scratch_bytes(const Cuda& dev, int C) {

@@ -171,8 +171,8 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
                                 : launch<Mode::backward, epilogue_warps>;
         kind(dev, product, {.a = o.dout, .b = o.weight}, p);
         add_partials(dev, {o.dpre_sum},
-                     {.rows = p.partials,
-                      .count = partial_rows(product.N, epilogue_warps),
+                     {.sums = p.partials,
+                      .rows = partial_rows(product.N, epilogue_warps),
                       .columns = product.columns});
     };
     if (product.K < kLongK)
