@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, const X* __restrict__ inp,
                              const X* __restrict__ weight, const X* __restrict__ bias, size_t N,
                              int any_C) {
-    // How many vectors a lane loads before it adds them, so that it waits for memory only once.
+    // How many vectors a lane loads before it adds them, so that it waits for memory only once. If
+    // kC > 0, that is its whole part of the row, which then stays in `batch`.
     constexpr int kBatch = kC ? ceil_div(kC, kWarp * V) : 4;
     const int C = kC ? kC : any_C;
     extern __shared__ uint4 rows_smem[];  // (warps, C) of X
@@ -262,17 +263,18 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads
 // -------------------------------------------------------------------------------------------------
 // The rows kernel, for sm_90 and rows of C bf16
 
-// Warps per block, the only block on its SM.
+// Warps per block, the only block on its SM. A thread keeps three sums for each of its columns, so
+// the wider the rows, the more registers it needs.
 template <int C>
-constexpr int kRowWarps = (C <= 768)    ? 16  // 128 registers a thread, of which 24·K are sums
-                          : (C <= 1024) ? 12  // 168
-                                        : 8;  // 255
+constexpr int kRowWarps = (C <= 768)    ? 16  // 128 registers a thread, of which 72 are sums
+                          : (C <= 1024) ? 12  // 168, of which 96
+                                        : 8;  // 255, of which 120 (C = 1280) or 168 (1600)
 constexpr int kRowStages = 2;
 // What a stage holds: one row of each, of C bf16.
 enum RowOfStage { kDout, kInp, kDinp, kRowsOfStage };
 
-// A warp owns a row, each lane K vectors of it. Warp w of block b handles turns b·W + w + i·stride.
-// partials is as for layernorm_backward_kernel.
+// A warp owns a row, each lane K vectors of it. Warp w of block b handles turns b·kWarps + w +
+// i·stride. partials is as for layernorm_backward_kernel.
 template <int C>
 __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     layernorm_backward_rows_kernel(bf16* dinp, float* partials, const bf16* dout, const bf16* inp,
@@ -282,15 +284,15 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     constexpr int V = 8;
     constexpr int K = ceil_div(C, kWarp * V);
     constexpr int kNextVector = kWarp * V;  // elements from one of a lane's vectors to its next
-    constexpr int W = kRowWarps<C>;
-    // [W][kRowStages][kRowsOfStage][C] of bf16, and in the end [W][kSums][C] of float
+    constexpr int kWarps = kRowWarps<C>;
+    // [kWarps][kRowStages][kRowsOfStage][C] of bf16, and in the end [kWarps][kSums][C] of float
     extern __shared__ uint4 ring_smem[];
     // There are no registers to keep weight, dout and inp, so each is read twice.
     __shared__ alignas(16) bf16 weight_smem[C];
-    __shared__ uint64_t full_smem[W][kRowStages];
+    __shared__ uint64_t full_smem[kWarps][kRowStages];
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
-    const size_t stride = size_t{gridDim.x} * W;
+    const size_t stride = size_t{gridDim.x} * kWarps;
     bf16* const ring = reinterpret_cast<bf16*>(ring_smem) +
                        static_cast<size_t>(warp) * kRowStages * kRowsOfStage * C;
 
@@ -308,13 +310,13 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
         bulk_load(dst + kDinp * kBytes, dinp + row * C, kBytes, full);
     };
 
-    size_t turn = static_cast<size_t>(blockIdx.x) * W + warp;
+    size_t turn = static_cast<size_t>(blockIdx.x) * kWarps + warp;
     if (lane == 0) {
         for (int stage = 0; stage < kRowStages; stage++)
             mbarrier_init(smem_address(&full_smem[warp][stage]), 1);
         fence_mbarrier_init();
     }
-    for (int c = threadIdx.x; c < C; c += W * kWarp)
+    for (int c = threadIdx.x; c < C; c += kWarps * kWarp)
         weight_smem[c] = weight[c];
     __syncthreads();
 
@@ -418,10 +420,10 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     }
     __syncthreads();
 
-    for (int c = threadIdx.x; c < kSums * C; c += W * kWarp) {
+    for (int c = threadIdx.x; c < kSums * C; c += kWarps * kWarp) {
         float sum = 0.f;
-        for (int w = 0; w < W; w++)
-            sum += sums_smem[static_cast<size_t>(w) * kSums * C + c];
+        for (int i = 0; i < kWarps; i++)
+            sum += sums_smem[static_cast<size_t>(i) * kSums * C + c];
         partials[static_cast<size_t>(blockIdx.x) * kSums * C + c] = sum;
     }
 #endif
