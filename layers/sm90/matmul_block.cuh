@@ -140,18 +140,18 @@ struct Problem {
     int N;
     int columns;
     int chunks;        // of K
-    int tiles_across;  // how many tiles are next to each other
+    int tiles_across;  // tiles side by side
     int work_items;
     const bf16* bias;    // forward
     const bf16* pre_in;  // backward
     bf16* pre;
     bf16* out;
     bf16* dpre;
-    // Backward: sums of columns (tiles below each other, kEpilogueWarps, columns). Exponentials:
-    // sums of rows (tiles_across, N).
+    // Backward: sums of columns (tiles down, kEpilogueWarps, columns). Exponentials: sums of rows
+    // (tiles_across, N).
     float* partials;
     // For exponentials, which are written if out is not null:
-    int pairs;            // how many pairs of tiles are below each other
+    int pairs_down;       // pairs of tiles, one below the other
     int V;                // padding starts at this column
     const float* shifts;  // (N), times log2 e
     const int* targets;   // (N)
@@ -214,7 +214,7 @@ struct Block {
             return {.pair = item / p.tiles_across, .across = item % p.tiles_across};
 
         const int band = item / (kBand * p.tiles_across);
-        const int pairs = min(kBand, p.pairs - band * kBand);  // in this band
+        const int pairs = min(kBand, p.pairs_down - band * kBand);  // in this band
         const int i = item - band * kBand * p.tiles_across;
         return {.pair = band * kBand + i % pairs, .across = i / pairs};
     }
@@ -248,6 +248,9 @@ struct Block {
         constexpr int kHalf = kTileColumns / kCluster;
         const int first = rank * kHalf;  // of this block's columns of the tile
 
+        // A box's coordinates are (0, panel, row, 0) of its matrix (matrix_map in matmul_sm90.cu).
+        // As kChunk = kPanel, chunk k is panel k of A. It is also panel k of B, except backward,
+        // where it is rows k·kChunk to k·kChunk + 63 of B.
         PipelineState<kStages> state;
         // Chunk: wait until the MMA warps of both blocks have released the stage · load A and B
         for (int item = first_item; item < p.work_items; item += clusters) {
@@ -284,7 +287,7 @@ struct Block {
         };
 
         PipelineState<kStages> state;
-        uint32_t d_phase = 1;  // of d_empty: at first D is empty (cuda/pipeline_sm90.cuh)
+        uint32_t d_empty_phase = 1;  // at first D is empty (cuda/pipeline_sm90.cuh)
         // Tile: for each chunk (wait for it · start its products · release the one before)
         //       · release the last chunk · wait until D is empty · store D · tell the epilogue
         for (int item = first_item; item < p.work_items; item += clusters) {
@@ -308,18 +311,18 @@ struct Block {
                     shift[i] = p.shifts[min(row_of(item) + warp * kMmaWarpRows + i * 8 + lane / 4,
                                             p.N - 1)];
             wgmma_wait<0>();
-            for (int h = 0; h < kParts; h++)
-                wgmma_fence_operand(d[h]);
+            for (int part = 0; part < kParts; part++)
+                wgmma_fence_operand(d[part]);
             release(previous);
 
             const bf16* bias = p.bias + column_of(item) + (lane % 4) * 2;
             const uint32_t d_row = base + kOffsetD + (warp * kMmaWarpRows + lane % 16) * kDRowBytes;
-            mbarrier_wait(d_empty(warp), d_phase);
+            mbarrier_wait(d_empty(warp), d_empty_phase);
             store_d(d_row, d, bias, shift, lane);
             __syncwarp();
             if (lane == 0)
                 mbarrier_arrive(d_full(warp / kGroupWarps));
-            d_phase ^= 1;
+            d_empty_phase ^= 1;
         }
     }
 
@@ -335,11 +338,11 @@ struct Block {
         for (int kk = 0; kk < kChunk / 16; kk++) {
             const bool accumulate = k > 0 || kk > 0;
             const uint64_t a_step = wgmma_column_step<kTileRows>(a, kk);
-            for (int h = 0; h < kParts; h++) {
-                const uint64_t b_part = wgmma_advance(b, h * (kBBytes / kParts));
+            for (int part = 0; part < kParts; part++) {
+                const uint64_t b_part = wgmma_advance(b, part * (kBBytes / kParts));
                 const uint64_t b_step = kBackward ? wgmma_row_step(b_part, kk)
                                                   : wgmma_column_step<kTileColumns>(b_part, kk);
-                wgmma_ss<false, kBackward>(d[h], a_step, b_step, accumulate);
+                wgmma_ss<false, kBackward>(d[part], a_step, b_step, accumulate);
             }
         }
         wgmma_commit();
@@ -351,12 +354,12 @@ struct Block {
     __device__ __forceinline__ void store_d(uint32_t d_row, const Accumulators& d, const bf16* bias,
                                             const float (&shift)[2], int lane) const {
         for (int n = 0; n < kTileColumns / 8; n += 2) {
-            // Two 16 × 8 tiles of accumulators. An even i is the upper half of one, an odd i the
-            // lower.
+            // Two 16 × 8 tiles of accumulators, as four 8 × 8 halves.
             uint32_t packed[4];
             for (int i = 0; i < 4; i++) {
                 const int tile = n + i / 2;
-                const float* pair = &d[tile / kPartTiles][tile % kPartTiles][2 * (i % 2)];
+                const int half = i % 2;  // 0: the tile's upper 8 rows, 1: the lower
+                const float* pair = &d[tile / kPartTiles][tile % kPartTiles][2 * half];
                 float left = pair[0];
                 float right = pair[1];
                 if constexpr (mode == Mode::forward) {
@@ -364,8 +367,8 @@ struct Block {
                     left += b[0];
                     right += b[1];
                 }
-                packed[i] = kExponentials ? pack_f16(fmaf(left, kLog2e, -shift[i % 2]),
-                                                     fmaf(right, kLog2e, -shift[i % 2]))
+                packed[i] = kExponentials ? pack_f16(fmaf(left, kLog2e, -shift[half]),
+                                                     fmaf(right, kLog2e, -shift[half]))
                                           : pack_bf16(left, right);
             }
             const int piece = (n + lane / 16) ^ (lane % 8);  // lane % 8 is the row modulo 8
@@ -465,13 +468,14 @@ struct Block {
                                   column_of(first_item), lane);
         }
 
-        uint32_t d_phase = 0;
+        uint32_t d_full_phase = 0;
         // Slice: wait for its rows of D · finish them, loading pre for the next slice
         //        · tell the MMA warp · exponentials: sums of the rows
         for (int item = first_item; item < p.work_items; item += clusters) {
             const int first_row = row_of(item);
             const int first_column = column_of(item);
             const int column = first_column + lane * 8;
+            // Bit k: is the lane's column k in the vocabulary, not padding?
             const uint32_t in_vocabulary = (1u << min(max(p.V - column, 0), 8)) - 1;
 
             const int next_item = min(item + clusters, p.work_items - 1);
@@ -498,7 +502,7 @@ struct Block {
                     kExponentials ? p.targets[min(row + lane % kSliceRows, p.N - 1)] : 0;
                 float row_sums[kSliceRows] = {};
 
-                mbarrier_wait(d_full(writer / kGroupWarps), d_phase);
+                mbarrier_wait(d_full(writer / kGroupWarps), d_full_phase);
 
                 // In 21 of 22 slices there is neither a target nor padding, so that no element
                 // needs to be tested.
@@ -554,7 +558,7 @@ struct Block {
                     static_cast<size_t>(first_row / kTileRows) * kEpilogueWarps + warp;
                 store(p.partials + row * p.columns + column, sum);
             }
-            d_phase ^= 1;
+            d_full_phase ^= 1;
             slice -= kSlices;  // this warp's first slice of the next tile
         }
     }

@@ -106,8 +106,8 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     p.columns = columns;
     p.chunks = K / kChunk;
     p.tiles_across = static_cast<int>(ceil_div(columns, kTileColumns));
-    p.pairs = static_cast<int>(ceil_div(N, kTileRows * kCluster));
-    p.work_items = p.pairs * p.tiles_across;
+    p.pairs_down = static_cast<int>(ceil_div(N, kTileRows * kCluster));
+    p.work_items = p.pairs_down * p.tiles_across;
 
     const auto kernel = matmul_sm90_kernel<mode, kEpilogueWarps>;
     constexpr int kSmem = sizeof(SharedMemory);
