@@ -40,11 +40,11 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
                                      const Sm90BackwardOperands& o);
 size_t matmul_sm90_scratch_bytes(const Sm90Product& product);
 
-// For each row of x = inp (N,K)·weight (columns,K)ᵀ writes exp(x − shift) to out (N,columns),
-// unless out is null, and its sums over each kSm90Columns columns to sums
-// (⌈columns/kSm90Columns⌉,N). shifts (N) holds the shifts times log2 e. The row's target and
-// columns from V on get 0 and are not part of the sums. Limits: N ≥ 1, K and columns multiples of
-// 64 and 8.
+// Writes out (N,columns) = exp(x − the row's shift), unless out is null, where x is inp
+// (N,K)·weight (columns,K)ᵀ. The row's target and columns from V on get 0 instead. Also writes sums
+// (⌈columns/kSm90Columns⌉,N), one for each row of a tile: sums[t][n] is that of row n over the
+// columns of tile t. shifts (N) holds the shifts times log2 e. Limits: N ≥ 1; K must be a multiple
+// of 64, and columns of 8.
 constexpr int kSm90Columns = 256;  // of a block's tile
 struct Sm90ExponentialOperands {
     bf16* out = nullptr;
