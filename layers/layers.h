@@ -88,8 +88,10 @@ size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC)
 //   dqkvb[0, C)    q: adds the sum of dq's rows.
 //   dqkvb[C, 2C)   k: always zero, not touched. Adding the same vector to every key shifts a row's
 //                  logits equally, which softmax ignores.
-//   dqkvb[2C, 3C)  v: writes dprojb·projw. Rows of P sum to 1, so Σ dv = Σ Pᵀ·dout = Σ dout, and
-//                  dout = dproj·projw.
+//   dqkvb[2C, 3C)  v: writes dprojb·projw. With the gradients dout of attention's output and dproj
+//                  of the projection's, dout = dproj·projw; and rows of P sum to 1, so Σ dv =
+//                  Σ Pᵀ·dout = Σ dout. It does not add, because dprojb already contains the sums
+//                  of earlier micro-batches.
 // Needs qkv_bias_scratch_bytes() of scratch.
 template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv,
@@ -103,8 +105,8 @@ size_t qkv_bias_scratch_bytes(const Cuda& dev, int C);
 template <class X>
 void activation_forward(const Cuda& dev, X* out, const X* inp, size_t n);
 
-// Writes dinp (N,C) = dout∘f'(inp), which may be dout, and adds its sum over rows into dinp_sum
-// (C). Also writes out (N,C) = f(inp), unless out is null. Deterministic. Needs
+// Writes dinp (N,C) = dout∘f'(inp) and adds its sum over rows into dinp_sum (C). dinp may be dout.
+// Also writes out (N,C) = f(inp), unless out is null. Deterministic. Needs
 // activation_scratch_bytes() of scratch.
 template <class X>
 void activation_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scratch,
