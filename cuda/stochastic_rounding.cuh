@@ -29,7 +29,7 @@ class StochasticRounding {
     template <int V>
     __device__ Vec<bf16, V> round(const Vec<float, V>& x, size_t i) const {
         static_assert(V == kGroup || V == 1);
-        const uint64_t random = mix64(key_ + i / kGroup * kGolden);
+        const uint64_t random = mix64(key_ + (i / kGroup) * kGolden);
         Vec<bf16, V> rounded;
         for (int k = 0; k < V; k++) {
             const unsigned bits = static_cast<unsigned>(random >> (16 * ((i + k) % kGroup)));

@@ -156,6 +156,7 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
     if (num_ranges < 0 || num_ranges > kMaxRanges)
         throw Error(format("adamw_update: %d parameter ranges, expected at most %d", num_ranges,
                            kMaxRanges));
+    // With rows of 0 elements, vectorises() checks only the pointers.
     if (!vectorises<float>(0, master, m, v, grads) ||
         reinterpret_cast<uintptr_t>(params) % (kGroup * sizeof(X)) != 0)
         throw Error(

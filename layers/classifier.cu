@@ -53,6 +53,9 @@ struct Softmax {
     }
 };
 
+// In classifier_kernel and its functions V is the number of elements of a vector, the vocabulary's
+// size is `vocab`, and Vp is `padded`.
+
 // Pass 1 over this thread's columns of a row.
 template <int V, class X>
 __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab) {
@@ -100,7 +103,6 @@ __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, flo
 
 // -------------------------------------------------------------------------------------------------
 
-// As V is the elements of a vector here, the vocabulary's size is `vocab`, and Vp is `padded`.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     classifier_kernel(X* logits, float* __restrict__ losses, const int* __restrict__ targets,

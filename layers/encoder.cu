@@ -10,7 +10,7 @@
 // With atomics, the sums in dwte would be added in a different order on every run, and thousands of
 // blocks would queue for the row of a common token. Instead the host, which knows the batch before
 // the GPU does, sorts the batch's rows by token. It cuts them into chunks of at most kEncoderChunk
-// rows of one token:
+// (common/types.h) rows of one token:
 //
 //   order    3 9 | 0 1 4 7 … (32 rows) | 12 13 … (11 rows) | 2 | …
 //   token     17 |         262         |        262        | 40 |
@@ -42,7 +42,7 @@ constexpr int kBlocksPerSM = 6;  // of pass 1: about as many as its registers al
 //
 // The layout is where the parts of a plan start, with room for the most that N rows can need. A
 // multi has at least kEncoderChunk + 1 rows, so there are at most N / (kEncoderChunk + 1) multis.
-// With exactly that many rows it has two partial sums, and with more rows it has fewer per row.
+// One of r rows has ⌈r / kEncoderChunk⌉ partial sums, at most 2r / (kEncoderChunk + 1).
 struct PlanLayout {
     size_t max_chunks;
     size_t max_multis;

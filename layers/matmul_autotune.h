@@ -72,7 +72,8 @@ struct AdversarialOperand {
     size_t k = 0;          // elements of a line
     bool k_inner = false;  // a line's elements are contiguous; otherwise they are `lines` apart
 };
+
+constexpr int kAdversarialSets = 3;
 // Writes x. In set 0, the second half of k cancels what the first half adds. In set 1, elements
 // vary in magnitude, not only in sign. In set 2, each row of A has one large element.
-constexpr int kAdversarialSets = 3;
 void fill_adversarial(const Cuda& dev, void* x, int set, const AdversarialOperand& operand);
