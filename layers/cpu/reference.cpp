@@ -408,12 +408,12 @@ static void axpy(X* y, X alpha, const X* x, int n) {
 namespace {
 template <class A>
 struct SoftmaxOfRow {
-    A max;  // of S
-    A sum;  // of exp(S − max)
+    A max;  // of s
+    A sum;  // of exp(s − max)
 };
 }  // namespace
 
-// Turns a row of S into exp(S − max).
+// Turns a row's s into exp(s − max).
 template <class A>
 static SoftmaxOfRow<A> exponentials(A* s, int n) {
     A max = -std::numeric_limits<A>::infinity();

@@ -58,8 +58,8 @@ struct Cpu {
         }
     };
 
-    // 0: available_threads(). The number holds for all parallel loops of the calling thread, of
-    // whatever Cpu, until the next Cpu is made.
+    // threads = 0 means available_threads(). The number applies to all parallel loops that the
+    // calling thread starts, those of its earlier Cpus too, until it makes another Cpu.
     explicit Cpu(int threads = 0);
 
     void* alloc(size_t bytes) const;  // 64-byte aligned; throws Error
