@@ -202,17 +202,19 @@ Head read_head(const InputFile& file) {
         refuse(file.path, format("wrong version at offset %zu", kStateTitle.size()), kStateVersion,
                version, kOtherProgram);
 
-    const size_t last_line_end = text.find("\n\n");
-    const size_t line_end_before = text.rfind(kChecksumLine, last_line_end);
-    if (last_line_end == std::string::npos || line_end_before == std::string::npos)
+    // The head ends with "\nchecksum: 0123456789abcdef\n\n".
+    const size_t digits_end = text.find("\n\n");
+    const size_t checksum_line = text.rfind(kChecksumLine, digits_end);
+    if (digits_end == std::string::npos || checksum_line == std::string::npos)
         refuse(file.path, "truncated or damaged",
                "a head that ends in a checksum and an empty line", "none", kResumeFromAnother);
-    const size_t digits = line_end_before + std::strlen(kChecksumLine);
+    const size_t digits = checksum_line + std::strlen(kChecksumLine);
+    const size_t text_end = checksum_line + 1;  // after the line end with which it starts
 
     Head head;
-    head.bytes = last_line_end + 2;                   // both line ends
-    head.text = text.substr(0, line_end_before + 1);  // with that line end
-    head.checksum = text.substr(digits, last_line_end - digits);
+    head.bytes = digits_end + std::strlen("\n\n");
+    head.text = text.substr(0, text_end);
+    head.checksum = text.substr(digits, digits_end - digits);
     std::istringstream lines(head.text);
     for (std::string each; std::getline(lines, each);) {
         const size_t colon = each.find(": ");  // the title has none
@@ -314,9 +316,9 @@ void StateFile::check() const {
 void StateFile::check_whole_file() {
     std::vector<char> piece(1 << 20);
     for (size_t at = begin; at < file.size; at += piece.size()) {
-        piece.resize(std::min<size_t>(piece.size(), file.size - at));
-        file.read(at, piece.data(), piece.size());
-        add(piece.data(), piece.size());
+        const size_t bytes = std::min<size_t>(piece.size(), file.size - at);
+        file.read(at, piece.data(), bytes);
+        add(piece.data(), bytes);
     }
     check();
 }
