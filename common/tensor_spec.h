@@ -31,9 +31,9 @@ struct TensorSpec {
     // where the pointer to this tensor is in its struct of pointers, in bytes
     size_t pointer_offset = kNoPointer;
 
-    size_t size() const { return rows * cols; }  // elements of one layer
+    size_t layer_elements() const { return rows * cols; }
     // of all layers; kShared is one layer's memory
-    size_t elements() const { return size() * static_cast<size_t>(std::max(layers, 1)); }
+    size_t elements() const { return layer_elements() * static_cast<size_t>(std::max(layers, 1)); }
     bool decays() const { return kind != kVector; }
     bool is_matrix() const { return kind == kMatrix; }
 };

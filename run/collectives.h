@@ -30,8 +30,10 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
     Range range("sum gradients");
     auto& comm = *m.ranks.comm;
     const std::vector<ParamRange> own = m.share(m.ranks.rank);  // own[i] is that of tensor i
-    // The layer at which a sum begins. A tensor that is summed as a whole begins at its first.
-    const int l = one_layer ? layer : 0;
+    // Where a sum begins. If a tensor is summed layer by layer, the pieces of its ParamRange are
+    // its layers. If it is summed as a whole, it is a single piece that begins with layer 0.
+    const int first_layer = one_layer ? layer : 0;
+    const int piece = first_layer;
 
     comm.fork();
     comm.group([&] {
@@ -40,12 +42,12 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
             const bool by_layer = summed_by_layer(t, m.ranks.overlap);
             if (by_layer != one_layer)
                 continue;
-            auto* const g = static_cast<typename Model::A*>(m.grads.at(i, l));
+            auto* const g = static_cast<typename Model::A*>(m.grads.at(i, first_layer));
             if (m.ranks.sharded)
-                comm.reduce_scatter(m.workspace().own_gradients + own[i].state_begin(l), g,
+                comm.reduce_scatter(m.workspace().own_gradients + own[i].state_begin(piece), g,
                                     own[i].size);
             else
-                comm.all_reduce(g, one_layer ? t.size() : t.elements());
+                comm.all_reduce(g, one_layer ? t.layer_elements() : t.elements());
         }
     });
 }

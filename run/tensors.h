@@ -77,7 +77,7 @@ struct Arena {
         if (t.elements() == 0)
             return nullptr;
         const size_t layer = t.layers > 0 ? l : 0;
-        return base + offsets[i] + layer * t.size() * size_of(t.dtype);
+        return base + offsets[i] + layer * t.layer_elements() * size_of(t.dtype);
     }
 
     // A struct of pointers to layer l's tensors. An empty tensor's pointer is null.

@@ -901,7 +901,7 @@ TEST(logits_are_2_GiB_at_most) {
     const auto rows = [](int Vp) {
         const Config config = {.max_T = 160, .V = Vp, .Vp = Vp, .L = 1, .NH = 1, .C = 8};
         const GPT2<Cpu, double> model(cpu, config, {.B = 4, .T = 160, .training = true});
-        CHECK(model.buffers.tensors[0].size() == model.sizes.chunk * Vp);
+        CHECK(model.buffers.tensors[0].elements() == model.sizes.chunk * Vp);
         return model.sizes.chunk;
     };
     const int V = 1 << 18;  // of which 1024 rows are 2 GiB. The model has 640
@@ -993,7 +993,7 @@ TEST(arenas_are_what_is_allocated) {
             };
             CHECK(offset(0) >= end);  // in order, without overlap
             const int last_layer = std::max(t.layers - 1, 0);
-            end = offset(last_layer) + t.size() * size_of(t.dtype);
+            end = offset(last_layer) + t.layer_elements() * size_of(t.dtype);
         }
         // only padding for alignment is left at the end
         CHECK(end <= a->bytes && a->bytes < end + 256);
