@@ -33,12 +33,12 @@ inline int window_begin(int n, int T) {
     return moves * stride;
 }
 
-// Logits of the token after `context`. `grown`: the last call was for the same context without its
-// last token. Then qkv, the KV cache, holds the other tokens' rows, and only one row is computed,
+// Logits of the token after `context`. `grown`: since the previous call the context has grown by
+// one token. Then qkv, the KV cache, holds the other tokens' rows, and only one row is computed,
 // unless the window has moved.
 template <class Model>
-std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<int>& context,
-                                              bool grown = false) {
+std::vector<typename Model::X> next_token_logits(Model& model, const std::vector<int>& context,
+                                                 bool grown = false) {
     using X = typename Model::X;
     const auto& config = model.config;
     const int n = static_cast<int>(context.size());
@@ -93,7 +93,7 @@ std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> 
                      const std::function<void(const std::string&)>& on_token = nullptr) {
     std::string text;
     for (int i = 0; i < n; i++) {
-        const auto logits = logits_of_last(model, context, i > 0);
+        const auto logits = next_token_logits(model, context, i > 0);
         note_progress();
         const int token = sample_token({logits.begin(), logits.end()}, s, uniform(seed, i));
         if (token == end_of_text_id(model.config.V))

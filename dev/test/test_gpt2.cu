@@ -1034,10 +1034,10 @@ TEST(cached_logits_are_the_same) {
         for (int n = 1; n <= 2 * T + 5; n++) {
             const std::vector<int> text = make_tokens(n, kSmall.V, 3);
             const bool use_cache = n > 1;
-            const std::vector<float> want = logits_of_last(whole, text);
+            const std::vector<float> want = next_token_logits(whole, text);
             *second_row = NAN;
-            CHECK(logits_of_last(cached, text, use_cache) == want);
-            CHECK(logits_of_last(trains, text, use_cache) == want);
+            CHECK(next_token_logits(cached, text, use_cache) == want);
+            CHECK(next_token_logits(trains, text, use_cache) == want);
 
             const bool one_row = use_cache && seen < T;
             CHECK(std::isnan(*second_row) == one_row);
@@ -1199,8 +1199,8 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
         LogitErrors& errors = cached ? with_cache : without_cache;
         for (int n = 1; n <= kLongest; n++) {
             const std::vector<int> text = make_tokens(n, config.V, 5);
-            const std::vector<double> want = logits_of_last(exact, text, n > 1);
-            const std::vector<X> got = logits_of_last(model, text, cached && n > 1);
+            const std::vector<double> want = next_token_logits(exact, text, n > 1);
+            const std::vector<X> got = next_token_logits(model, text, cached && n > 1);
             for (int v = 0; v < config.V; v++) {
                 const double error = std::fabs(static_cast<float>(got[v]) - want[v]);
                 errors.add(n, error);
