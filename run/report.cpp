@@ -7,12 +7,12 @@ double mfu_percent(size_t flops_per_token, double tokens_per_second, int ranks, 
     return peak > 0 ? 100 * tokens_per_second * flops_per_token / (ranks * peak * 1e12) : NAN;
 }
 
-void StepReport::restart_timer(int done, int done_before) {
+void StepReport::begin_step(int done, int done_before) {
     step_start_ = now();
-    if (done <= done_before + kUnpacedSteps) {  // the pace starts anew
-        paced_from_ = done;
+    if (done <= done_before + kUncountedSteps) {  // forgets the steps so far
+        counted_from_ = done;
         pace_start_ = step_start_;
-        paced_seconds_ = 0;
+        counted_seconds_ = 0;
     }
 }
 
@@ -22,10 +22,10 @@ Row StepReport::print_step(int done, const Statistics& statistics) {
     const double tok_s = o_.tokens_per_step / seconds;
     const double mfu = mfu_percent(machine_.flops_per_token, tok_s, machine_.ranks, machine_.peak);
     loss_ = statistics.loss;
-    paced_to_ = done;
-    paced_seconds_ += seconds;
+    counted_to_ = done;
+    counted_seconds_ += seconds;
 
-    const double seconds_per_step = (now() - pace_start_) / (done - paced_from_);
+    const double seconds_per_step = (now() - pace_start_) / (done - counted_from_);
     const double eta = (o_.max_steps - done) * seconds_per_step;
     std::printf(
         "step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n",
@@ -39,5 +39,5 @@ Row StepReport::print_step(int done, const Statistics& statistics) {
 }
 
 double StepReport::tokens_per_second() const {
-    return o_.tokens_per_step * double(paced_to_ - paced_from_) / paced_seconds_;
+    return o_.tokens_per_step * double(counted_to_ - counted_from_) / counted_seconds_;
 }

@@ -20,8 +20,8 @@ class StepReport {
     };
     StepReport(const Options& o, const Machine& machine) : o_(o), machine_(machine) {}
 
-    // A step starts. `done` steps are done, `done_before` of them by earlier processes.
-    void restart_timer(int done, int done_before);
+    // A step begins, after `done` others, of which earlier processes have done `done_before`.
+    void begin_step(int done, int done_before);
 
     // The step has ended, which makes `done` steps. Prints it and returns its row of the log.
     Row print_step(int done, const Statistics& statistics);
@@ -35,10 +35,10 @@ class StepReport {
     double loss_ = NAN;
     double step_start_ = 0;  // seconds
     // The first steps of a process do not count for the pace, because they make plans, connections
-    // and a CUDA graph.
-    static constexpr int kUnpacedSteps = 2;
-    int paced_from_ = 0;        // steps done when counting started
-    int paced_to_ = 0;          // steps done so far
-    double pace_start_ = 0;     // for the ETA, which includes what is between steps: validation, …
-    double paced_seconds_ = 0;  // for the tokens per second: the time in steps alone
+    // and a CUDA graph. While there are no others, the latest counts.
+    static constexpr int kUncountedSteps = 2;
+    int counted_from_ = 0;   // steps done when counting started
+    int counted_to_ = 0;     // steps done so far
+    double pace_start_ = 0;  // for the ETA, which includes what is between steps: validation, …
+    double counted_seconds_ = 0;  // for the tokens per second: the time in steps alone
 };

@@ -180,7 +180,7 @@ struct Run {
     bool goes_on() const { return step < o.max_steps && !stop.signal() && !stop.failed(); }
 
     void begin_step() {
-        report.restart_timer(step, first_step);
+        report.begin_step(step, first_step);
         checkpoints.poll();
         g_step = step + 1;  // for the watchdog's message
         ranks.set_timeout(step > first_step ? o.timeout : o.first_timeout());
