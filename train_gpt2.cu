@@ -708,16 +708,16 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
         output = prepare_output_dir(o);
     const Data data = find_data(o);
     const Tokenizer tokenizer(o.tokenizer);
-    Loader train_data = training_data(o, data.train, config.V, tokenizer);
+    Loader train_loader = training_loader(o, data.train, config.V, tokenizer);
 
     // The last of the options. From here on they are constant.
     if (!can_generate(config.V))
         o.sample_every = 0;
     if (o.profile)
         o.max_steps = kProfileWarmUp + o.profile;
-    resolve_steps(o, on_cpu, train_data.windows());
+    resolve_steps(o, on_cpu, train_loader.windows());
 
-    Run<GPT2<Dev, X>> run(o, model, data, tokenizer, std::move(train_data));
+    Run<GPT2<Dev, X>> run(o, model, data, tokenizer, std::move(train_loader));
     run.describe();
     return run_rank(ranks, [&] {
         allocate_or_explain(model);

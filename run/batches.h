@@ -32,8 +32,8 @@ void read_micro_batch(const Model& m, int* host, Loader& loader) {
 }
 
 // The training data of a run, from its first window.
-inline Loader training_data(const Options& o, const Source& source, int vocabulary,
-                            const Tokenizer& tokenizer) {
+inline Loader training_loader(const Options& o, const Source& source, int vocabulary,
+                              const Tokenizer& tokenizer) {
     Loader loader(source,
                   {.B = o.B,
                    .T = o.T,

@@ -24,8 +24,8 @@
 // Validation
 
 // Validation data is read in order.
-inline std::unique_ptr<Loader> validation_data(const Options& o, const Source& source,
-                                               int vocabulary, const Tokenizer& tokenizer) {
+inline std::unique_ptr<Loader> validation_loader(const Options& o, const Source& source,
+                                                 int vocabulary, const Tokenizer& tokenizer) {
     return std::make_unique<Loader>(source, LoaderOptions{.B = o.B, .T = o.T, .vocab = vocabulary},
                                     tokenizer);
 }
@@ -187,7 +187,7 @@ class Evaluation {
         : o_(o), model_(model), floor_(data.floor), tokenizer_(tokenizer), stop_(stop), log_(log) {
         const int V = model.config.V;
         if (!data.val.empty())
-            val_ = validation_data(o, data.val, V, tokenizer);
+            val_ = validation_loader(o, data.val, V, tokenizer);
         if (o.sample_every && model.ranks.rank == 0)
             prompt_ = start_of_text(tokenizer, o.prompt, V);
         if (!o.hellaswag.empty())

@@ -60,13 +60,13 @@ struct Run {
     StepReport report;
 
     Run(const Options& o, Model& model, const Data& data, const Tokenizer& tokenizer,
-        Loader train_data)
+        Loader train_loader)
         : o(o),
           model(model),
           data(data),
           tokenizer(tokenizer),
           stop(model),
-          batches(o, model, std::move(train_data)),
+          batches(o, model, std::move(train_loader)),
           evaluation(o, model, data, tokenizer, stop, log),
           checkpoints(o, model, batches, stop, log),
           report(o, {.flops_per_token = model.config.flops_per_token(o.T),
