@@ -691,7 +691,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     // The constructor refuses what is impossible, so it runs before any data is read. It allocates
     // nothing.
     GPT2<Dev, X> model(dev, config,
-                       {.attention = o.kernel(),
+                       {.attention = {o.attention},
                         .B = o.B,
                         .T = o.T / ranks.context,
                         .micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups()),

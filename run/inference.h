@@ -38,7 +38,8 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
                  const Ranks<typename Model::Dev>& ranks) {
     const bool on_cpu = std::string(Model::Dev::kind) == "cpu";
     resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
-    Model model(dev, config, {.attention = o.kernel(), .B = o.B, .T = o.T / ranks.context}, ranks);
+    Model model(dev, config, {.attention = {o.attention}, .B = o.B, .T = o.T / ranks.context},
+                ranks);
 
     std::vector<Question> questions;
     if (!o.hellaswag.empty())
@@ -76,7 +77,7 @@ template <class Model>
 int run_generate(const typename Model::Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
     const Tokenizer tokenizer(o.tokenizer);
-    Model model(dev, config, {.attention = o.kernel(), .B = 1, .T = T, .cache = true});
+    Model model(dev, config, {.attention = {o.attention}, .B = 1, .T = T, .cache = true});
     if (o.memory) {
         print_memory_table(model);
         return 0;

@@ -69,7 +69,6 @@ struct Options {
 
     std::vector<Option> table();  // points into this object
     Fields recipe() const;        // what a resumed run may change, by option
-    Attention kernel() const { return {attention}; }
     // --timeout is meant for ordinary steps. The first one takes longer, because it makes plans and
     // connections, and data is read before it.
     double first_timeout() const { return timeout < 300 ? 300 : timeout; }
