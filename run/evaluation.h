@@ -70,10 +70,10 @@ Validation validate(Model& model, Loader& loader, int max_batches) {
             model.dev.download(token_losses.data(), model.token_losses(),
                                token_losses.size() * sizeof(token_losses[0]));
             // The loader fills its last batch with windows of the next epoch, which do not count.
-            const uint64_t last = std::min(first + B, windows);
-            for (uint64_t w = first; w < last; w++) {
-                const auto begin = token_losses.begin() + (w - first) * T;
-                losses[w] = std::accumulate(begin, begin + T, 0.0) / (T * ranks.context);
+            const uint64_t end = std::min(first + B, windows);
+            for (uint64_t w = first; w < end; w++) {
+                const auto row = token_losses.begin() + (w - first) * T;
+                losses[w] = std::accumulate(row, row + T, 0.0) / (T * ranks.context);
             }
         }
     } catch (const Error&) {
@@ -138,9 +138,9 @@ std::vector<std::vector<double>> ending_losses(Model& model,
         if (!is_mine)
             continue;
 
-        const size_t last = std::min(first + B, sequences.size());
+        const size_t end = std::min(first + B, sequences.size());
         std::fill(host.begin(), host.end(), 0);
-        for (size_t s = first; s < last; s++) {
+        for (size_t s = first; s < end; s++) {
             int* const inputs = host.data() + (s - first) * T;
             int* const targets = inputs + N;
             write_sequence(questions[sequences[s].question], sequences[s].ending, inputs, targets);
@@ -149,7 +149,7 @@ std::vector<std::vector<double>> ending_losses(Model& model,
         model.evaluate_micro_batch(0);
         note_progress();
         model.dev.download(token_losses.data(), model.token_losses(), N * sizeof(token_losses[0]));
-        for (size_t s = first; s < last; s++)
+        for (size_t s = first; s < end; s++)
             means[s] = ending_loss(questions[sequences[s].question], sequences[s].ending,
                                    token_losses.data() + (s - first) * T);
     }

@@ -61,13 +61,13 @@ void exchange(Model& m, Direction direction, const Window& window, typename Mode
     for (size_t array = window.begin / whole_size; array * whole_size < window.end; array++) {
         const size_t whole_begin = array * whole_size;
         const size_t own_begin = array * own_size;
-        // The window's parameters in this array are first … last - 1.
-        const size_t first = std::max(window.begin, whole_begin) - whole_begin;
-        const size_t last = std::min(window.end, whole_begin + whole_size) - whole_begin;
+        // The window's parameters in this array.
+        const size_t begin = std::max(window.begin, whole_begin) - whole_begin;
+        const size_t end = std::min(window.end, whole_begin + whole_size) - whole_begin;
         for (int r = 0; r < m.ranks.size; r++) {
             if (m.ranks.rank != 0 && m.ranks.rank != r)
                 continue;
-            for_each_part(m.share(r), first, last, [&](const SharePart& part) {
+            for_each_part(m.share(r), begin, end, [&](const SharePart& part) {
                 const size_t in_own = own_begin + part.state_begin;
                 const size_t in_window = whole_begin + part.begin - window.begin;
                 copy(m, direction, r, own + in_own, staged + in_window, part.size);
