@@ -34,7 +34,7 @@
 #include "run/statistics.h"
 #include "run/training.h"
 #include "run/weights.h"
-// This comes last, because it is written over both backends' attention.
+// This comes last, because its templates call both backends' attention.
 #include "attention/ring/ring.h"
 
 // =================================================================================================
@@ -331,7 +331,7 @@ struct GPT2 {
         // (N, C): dln2, then datty, then dln1. lnf's memory is free: its gradient has been used.
         X* narrow = a.lnf;
         // (N, 4C): dfch, then dqkv, in act's memory. But if act is recomputed, one call writes both
-        // act and dfch. Then dfch has the memory of the logits, which the classifier has used.
+        // act and dfch, so `wide` is the memory of the logits, which the classifier has used.
         X* wide = recomputes_act ? buffers.logits : a.act;
 
         // Only the weight's gradient: matmul_activation_backward() below continues to dfch. This
@@ -500,8 +500,9 @@ struct GPT2 {
                 attention_shape(), attention);
         sizes = tensor_sizes();
 
-        constexpr size_t kPacked = 1;          // a multiple of 1 byte: no gaps
-        constexpr size_t kVectorAligned = 16;  // which leaves no gaps between shares (can_shard())
+        constexpr size_t kPacked = 1;  // a multiple of 1 byte: no gaps
+        constexpr size_t kVectorAligned =
+            16;  // no gaps either: shares are whole vectors (can_shard())
         params = Arena("parameters", Parameters<X>::list(config), kPacked);
         if (training) {
             TensorList list = Parameters<A>::list(config);
@@ -656,7 +657,7 @@ void train(Run<Model>& run) {
     if (run.stop.signal())
         std::printf("interrupted at step %d\n", run.step);
     run.checkpoints.save_at_the_end(run.step);
-    run.stop.defer_error([&] { run.log.retry(); });
+    run.stop.defer_error([&] { run.log.retry(); });  // an earlier error comes first
     run.stop.rethrow();
     run.conclude();
 }

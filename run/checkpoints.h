@@ -76,8 +76,8 @@ class Checkpoints {
         ranks_.set_timeout(0);  // rank 0's disk may take its time
         if (writer_.valid())
             finish_writing();
-        // From here on rank 0 waits only for the others, so its timeout is back. The others still
-        // wait for rank 0's disk.
+        // In the broadcast the other ranks wait for rank 0's disk. Rank 0 waits only for them, so
+        // its timeout applies again.
         if (ranks_.rank == 0)
             ranks_.set_timeout(o_.timeout);
         saved_step_ = ranks_.broadcast(saved_step_);

@@ -7,6 +7,7 @@
 
 #include "run/checkpoint_files.h"
 
+// The last arguments are the ends of the warnings by warn_if_replaced().
 OutputDir::OutputDir(const std::string& path)
     : directory(path, O_PATH | O_DIRECTORY, "checkpoints go where its path leads now"),
       lock(path + "/run.lock", O_RDWR | O_CREAT, "another run could write to this directory too") {

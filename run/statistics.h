@@ -37,7 +37,7 @@ struct DeviceStatistics {
     // depend on the number of ranks.
     template <class Dev>
     Statistics download(const Dev& dev) const {
-        std::vector<A> host(num_losses() + 1);
+        std::vector<A> host(num_losses() + 1);  // the losses, then the norm
         dev.download_marked(host.data(), base, host.size() * sizeof(A));
         double loss = 0;
         for (size_t i = 0; i < micro_steps; i++)
