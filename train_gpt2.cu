@@ -506,7 +506,7 @@ struct GPT2 {
         params = Arena("parameters", Parameters<X>::list(config), kPacked);
         if (training) {
             TensorList list = Parameters<A>::list(config);
-            list.push_back({.name = "loss",  // the gate, which gets 0·losses
+            list.push_back({.name = "gate",  // gets 0·losses
                             .dtype = dtype_of<A>(),
                             .rows = 1,
                             .cols = kGateElements});

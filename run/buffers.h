@@ -86,12 +86,12 @@ struct Buffers {
         // act is recomputed, also (N, 4C) the gradient of fch, then of qkv.
         t.once("logits", &Buffers::logits, std::max(s.chunk * s.Vp, wide_gradient));
         // (N) the loss of every token
-        t.once("losses", &Buffers::token_losses, s.N);
+        t.once("token_losses", &Buffers::token_losses, s.N);
         // DeviceStatistics (run/statistics.h)
         t.once("stats", &Buffers::stats, s.stats);
         // the summed gradients of this rank's share, and a gate; nothing if they are summed in
         // place
-        t.once("share", &Buffers::own_gradients, s.own_gradients);
+        t.once("own_gradients", &Buffers::own_gradients, s.own_gradients);
         // (N, C) gradient of the residual stream
         t.once("dresidual", &Buffers::dresidual, dresidual);
         // for whichever layer runs: D of attention, partial sums, …
