@@ -114,7 +114,8 @@ class Peer:
         self.version = {}
         if backend in FA3:
             fa3 = importlib.import_module("flash_attn_interface")
-            self.version["fa3"] = fa3.__version__
+            # the interface itself has no version in every build
+            self.version["fa3"] = getattr(fa3, "__version__", "unknown")
             self.attention = fa3_attention(fa3, deterministic=backend == "fa3_det")
         else:
             self.attention = torch_attention(torch, backend)
