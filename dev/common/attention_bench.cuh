@@ -40,7 +40,8 @@ struct AttentionProgram {
     const char* quick;    // what --quick does
 };
 
-// The programs' main. It calls run(dev, options, log) unless the command line only asks for help.
+// The programs' main. It parses the command line into `o` and calls run(dev, log) unless the
+// command line only asks for help.
 template <class Run>
 int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o,
                    Run run) {

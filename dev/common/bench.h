@@ -246,8 +246,9 @@ struct Output {
     bool json = false;
 };
 
-// The main of a benchmark. It adds the options of its output to the table, and calls run() unless
-// the command line only asks for help.
+// The main of a benchmark. It adds the options of its output, `to`, to the table, and calls run()
+// unless the command line only asks for help. `file` is only what --help says of the rows' file.
+// results_log() opens it.
 inline int bench_main(int argc, char** argv, const char* name, const char* about,
                       const std::string& file, Output& to, std::vector<Option> table,
                       const std::function<int()>& run) {
