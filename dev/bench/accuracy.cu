@@ -88,7 +88,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
             const Distribution& input, int tensor) {
     const Errors& e = result.errors;
     const double ratio_max = e.max(tensor) / naive.max(tensor);
-    const double ratio_l2 = e.l2(tensor) / naive.l2(tensor);
+    const double ratio_l2 = e.relative_l2(tensor) / naive.relative_l2(tensor);
     const double largest = e.largest_value(tensor);
 
     const bool has_bound = result.run.kernel.flash;
@@ -113,7 +113,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
         verdict = within_bounds ? rule : "BEYOND " + rule;
 
     std::printf("  %-4s %-14s %9.2e %9.2e %9.2e %7.1f | %6.2f %6.2f %s\n", kNames[tensor],
-                result.name, e.max(tensor), e.mean(tensor), e.l2(tensor), e.snr_db(tensor),
+                result.name, e.max(tensor), e.mean(tensor), e.relative_l2(tensor), e.snr_db(tensor),
                 ratio_max, ratio_l2, verdict.c_str());
 
     Row row = result_row(study.dev, "accuracy");
@@ -128,7 +128,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     row.add("tensor", kNames[tensor]);
     row.add("max_error", e.max(tensor));
     row.add("mean_error", e.mean(tensor));
-    row.add("relative_l2", e.l2(tensor));
+    row.add("relative_l2", e.relative_l2(tensor));
     row.add("snr_db", e.snr_db(tensor));
     row.add("ratio_max", ratio_max);
     row.add("ratio_l2", ratio_l2);

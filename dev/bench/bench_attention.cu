@@ -58,7 +58,7 @@ double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
     double worst = 0;
     const int tensors = run.kernel.has_backward() ? kTensors : Dq;
     for (int tensor = 0; tensor < tensors; tensor++)
-        keep_worst(worst, errors.l2(tensor));
+        keep_worst(worst, errors.relative_l2(tensor));
     return worst;
 }
 

@@ -246,13 +246,13 @@ void for_each_head(const Cuda& dev, const X* qkv, const X* dout, const Attention
 // -------------------------------------------------------------------------------------------------
 // Errors against the oracle
 
-// The sums over one tensor, in the device's memory.
+// The sums of an ErrorStats, in the device's memory, and the reference's largest element.
 struct ErrorSums {
-    double largest_error;
-    double error;
-    double squared_error;
+    double largest;
+    double sum;
+    double sum_squares;
     double largest_reference;
-    double squared_reference;
+    double reference_squares;
 };
 
 // The bits of non-negative doubles have the same order as their values, and NaN's bits are above
@@ -266,35 +266,36 @@ __device__ inline void atomic_max(double* to, double x) {
 template <class X>
 __global__ void error_kernel(ErrorSums* sums, const X* got, size_t stride, const double* want,
                              int T, int n) {
-    double largest_error = 0;
-    double error = 0;
-    double squared_error = 0;
+    double largest = 0;
+    double sum = 0;
+    double sum_squares = 0;
     double largest_reference = 0;
-    double squared_reference = 0;
+    double reference_squares = 0;
     const size_t first = size_t(blockIdx.x) * kThreads + threadIdx.x;
     const size_t step = size_t(gridDim.x) * kThreads;
     for (size_t i = first; i < size_t(T) * n; i += step) {
         const double reference = want[i];
-        const double e = fabs(to_float(got[strided(i, n, stride)]) - reference);
-        largest_error = Max::of(largest_error, e);
-        error += e;
-        squared_error += e * e;
+        const double error = fabs(to_float(got[strided(i, n, stride)]) - reference);
+        largest = Max::of(largest, error);
+        sum += error;
+        sum_squares += error * error;
         largest_reference = Max::of(largest_reference, fabs(reference));
-        squared_reference += reference * reference;
+        reference_squares += reference * reference;
     }
 
-    largest_error = block_reduce<Max>(largest_error);
-    error = block_reduce<Sum>(error);
-    squared_error = block_reduce<Sum>(squared_error);
+    largest = block_reduce<Max>(largest);
+    sum = block_reduce<Sum>(sum);
+    sum_squares = block_reduce<Sum>(sum_squares);
     largest_reference = block_reduce<Max>(largest_reference);
-    squared_reference = block_reduce<Sum>(squared_reference);
+    reference_squares = block_reduce<Sum>(reference_squares);
     if (threadIdx.x > 0)
         return;
-    atomic_max(&sums->largest_error, largest_error);
-    atomicAdd(&sums->error, error);
-    atomicAdd(&sums->squared_error, squared_error);
+
+    atomic_max(&sums->largest, largest);
+    atomicAdd(&sums->sum, sum);
+    atomicAdd(&sums->sum_squares, sum_squares);
     atomic_max(&sums->largest_reference, largest_reference);
-    atomicAdd(&sums->squared_reference, squared_reference);
+    atomicAdd(&sums->reference_squares, reference_squares);
 }
 
 // The errors of what a kernel wrote, over as many heads as are added.
@@ -329,16 +330,15 @@ class Errors {
     void fetch() { dev_.download(sums_.data(), device_.get(), sizeof sums_); }
 
     double largest_value(int tensor) const { return sums_[tensor].largest_reference; }
-    double max(int tensor) const { return sums_[tensor].largest_error; }
+    double max(int tensor) const { return sums_[tensor].largest; }
     double mean(int tensor) const {
-        const int row = tensor == Lse ? 1 : s_.HS;
-        return sums_[tensor].error / (double(heads_) * s_.Tq * row);
+        const int width = tensor == Lse ? 1 : s_.HS;  // elements of a row
+        return sums_[tensor].sum / (double(heads_) * s_.Tq * width);
     }
-    // relative
-    double l2(int tensor) const {
-        return std::sqrt(sums_[tensor].squared_error / sums_[tensor].squared_reference);
+    double relative_l2(int tensor) const {
+        return std::sqrt(sums_[tensor].sum_squares / sums_[tensor].reference_squares);
     }
-    double snr_db(int tensor) const { return -20 * std::log10(l2(tensor)); }
+    double snr_db(int tensor) const { return -20 * std::log10(relative_l2(tensor)); }
 
   private:
     const Cuda& dev_;

@@ -426,7 +426,7 @@ struct Study {
         const std::list<Result<__half>> results = results_on(dev, subjects, s, input);
         const Errors& naive = results.front().errors;
         std::printf("\nB%d T%d NH%d, %s: max |out| %.3g, naive's L2 error %.2e\n", s.B, s.Tq, s.NH,
-                    input.text, naive.largest_value(Out), naive.l2(Out));
+                    input.text, naive.largest_value(Out), naive.relative_l2(Out));
         for (auto result = std::next(results.begin()); result != results.end(); result++) {
             const Errors& e = result->errors;
             std::vector<__half> out(s.rows() * HS);
@@ -434,13 +434,13 @@ struct Study {
             const long long elements = out.size();
             const long long finite =
                 std::count_if(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
-            const double ratio = e.l2(Out) / naive.l2(Out);
+            const double ratio = e.relative_l2(Out) / naive.relative_l2(Out);
             const bool validated = std::strcmp(input.name, "normal") == 0 && s.Tq == kValidated;
             const bool ok = !validated || ratio <= kAllowed;
             if (!ok)
                 wrong.insert(result->name);
             std::printf("  %-26s max %9.2e  L2 %9.2e  %6.1f dB  x%-6.2f lse %8.1e", result->name,
-                        e.max(Out), e.l2(Out), e.snr_db(Out), ratio, e.max(Lse));
+                        e.max(Out), e.relative_l2(Out), e.snr_db(Out), ratio, e.max(Lse));
             if (finite < elements)
                 std::printf("  %lld of %lld not finite", elements - finite, elements);
             std::printf("%s\n", ok ? "" : "  WRONG");
@@ -448,7 +448,7 @@ struct Study {
             Row row = row_of(result->name, s);
             row.add("input", input.name);
             row.add("max_error", e.max(Out));
-            row.add("relative_l2", e.l2(Out));
+            row.add("relative_l2", e.relative_l2(Out));
             row.add("snr_db", e.snr_db(Out));
             row.add("ratio_l2", ratio);
             row.add("max_lse_error", e.max(Lse));
