@@ -157,7 +157,7 @@ void compare(Study& study, const std::vector<Subject<X>>& subjects, const Attent
     const std::list<Result<X>> results = results_on(dev, subjects, s, input);
     for (int i = 0; i < kTensors; i++)
         for (const Result<X>& r : results)
-            if (i < Dq || r.run.kernel.has_backward())
+            if (!is_gradient(i) || r.run.kernel.has_backward())
                 report(study, r, results.front().errors, s, input, i);
     std::fflush(stdout);
 }

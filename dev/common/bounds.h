@@ -18,6 +18,14 @@
 enum { Out, Lse, Dq, Dk, Dv, kTensors };
 static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
 
+constexpr bool is_gradient(int tensor) {
+    return tensor == Dq || tensor == Dk || tensor == Dv;
+}
+// Its tokens are the keys', not the queries'.
+constexpr bool is_of_keys(int tensor) {
+    return tensor == Dk || tensor == Dv;
+}
+
 // q, k, v and dout are (N(0,1) + shift)·factor.
 struct Distribution {
     const char* name;
@@ -91,7 +99,7 @@ struct ErrorFactors {
 template <class X>
 ErrorFactors error_factors(const AttentionKernel<X>& kernel, int tensor, const AttentionShape& s) {
     if (std::is_same_v<X, bf16>) {
-        const int tokens = tensor >= Dk ? s.Tk : s.Tq;
+        const int tokens = is_of_keys(tensor) ? s.Tk : s.Tq;
         const size_t elements = size_t(s.B) * tokens * s.NH * s.HS;
         const bool is_small = elements < (1 << 16);
         const bool is_long_dq = tensor == Dq && s.Tk > 4096;

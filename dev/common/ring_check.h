@@ -224,7 +224,7 @@ struct PieceErrors {
             // nothing, so their bound is relative to all three.
             const double gradients = pieces[Dq].reference_squares + pieces[Dk].reference_squares +
                                      pieces[Dv].reference_squares;
-            return 1e-13 * std::sqrt(t < Dq ? pieces[t].reference_squares : gradients);
+            return 1e-13 * std::sqrt(is_gradient(t) ? gradients : pieces[t].reference_squares);
         }
         double more = 0;  // relative to the tensor's norm
         if (!std::is_same_v<Dev, Cpu>) {
@@ -235,7 +235,7 @@ struct PieceErrors {
             // for errors of S. The backward of a piece cannot. Such an error is relative to P, and
             // S is about as large as lse.
             const ErrorStats& lse = pieces[Lse];
-            if (t > Lse && std::is_same_v<X, float>)
+            if (is_gradient(t) && std::is_same_v<X, float>)
                 more = 0x1p-25 * std::sqrt(lse.reference_squares / lse.elements);
         }
         return 1.1 * unchunked[t].l2() + more * pieces[t].reference_l2();

@@ -240,8 +240,7 @@ struct Layout {
     // The elements of a piece's part of a tensor, in its first copy.
     template <class A>
     std::vector<double> elements(int tensor, const A* x, const PieceCall& p) const {
-        const bool is_of_keys = tensor == Dk || tensor == Dv;
-        const int tokens = is_of_keys ? p.Tk : p.Tq;
+        const int tokens = is_of_keys(tensor) ? p.Tk : p.Tq;
         const int sequences = is_row_statistic(tensor) ? s.B * s.NH : s.B;
         const size_t width = is_row_statistic(tensor) ? 1 : C();
         const HeadsView<const A> from = view(tensor, x, p);
@@ -649,7 +648,7 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
 
     p.naive.emplace();
     for (int i = 0; i < kTensors; i++) {
-        const int rows = i >= Dk ? s.Tk : s.Tq;
+        const int rows = is_of_keys(i) ? s.Tk : s.Tq;
         // Result has every gradient in the layout of out, so its rows are those of queries.
         const int like = i == Lse ? Lse : Out;
         const PieceCall last_rows{.q0 = s.Tk - rows, .Tq = rows, .k0 = 0, .Tk = 0, .causal = false};
@@ -720,7 +719,9 @@ template <class X>
 void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const Result& got,
                   Bound which = Bound::of_kernel, const SumOfPieces& sum = {}) {
     const bool has_gradients = !got[Dq].empty();
-    for (int i = 0; i < (has_gradients ? kTensors : Dq); i++) {
+    for (int i = 0; i < kTensors; i++) {
+        if (is_gradient(i) && !has_gradients)
+            continue;
         const Norms e = error(got[i], p.ref[i]);
         const Norms bound = kernel.flash && which == Bound::of_kernel ? flash_bound(kernel, p, i)
                                                                       : naive_bound(p, i);
