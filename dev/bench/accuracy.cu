@@ -107,7 +107,8 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
         ok = e.max(tensor) <= max && (l2_is_luck || ratio_l2 <= factors.l2_factor);
     }
     const bool within_bounds = !has_bound || ok;
-    study.beyond += !within_bounds;
+    if (!within_bounds)
+        study.beyond++;
     std::string verdict;
     if (has_bound)
         verdict = within_bounds ? rule : "BEYOND " + rule;

@@ -226,7 +226,8 @@ int bench_all(Cuda& dev, const AttentionOptions& options, const std::string& def
     for (const auto& [B, T] :
          parse_shapes(options.shapes.empty() ? default_shapes : options.shapes))
         for (const Subject<X>& subject : subjects)
-            wrong += !bench.run(subject, options.shape(B, T));
+            if (!bench.run(subject, options.shape(B, T)))
+                wrong++;
     return wrong;
 }
 
