@@ -112,6 +112,7 @@ template <class X>
 void layernorm_backward(const Timed& t, X* dinp, float* dweight, float* dbias, float* dinp_sum,
                         void* scratch, const X* dout, const X* inp, const X* weight,
                         const float* mean, const float* rstd, size_t N, int C) {
+    // dout, inp, and dinp, which is read and written
     t.time({.name = "layernorm backward", .bytes = 4 * t.x_bytes * N * C}, [&](const Cuda& dev) {
         layernorm_backward(dev, dinp, dweight, dbias, dinp_sum, scratch, dout, inp, weight, mean,
                            rstd, N, C);
@@ -136,6 +137,7 @@ void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqk
 template <class X>
 void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* att, const X* qkv,
                        int B, int Tq, int T, int NH, int HS) {
+    // q, k, v and out
     t.time({.name = "attention forward",
             .flops = 2. * B * T * T * NH * HS,
             .bytes = 4 * t.x_bytes * B * T * NH * HS},
@@ -147,6 +149,7 @@ template <class X>
 void attention_backward(const Timed& t, Attention kind, X* dqkv, void* scratch, const X* dout,
                         const X* out, const float* lse, const X* att, const X* qkv, int B, int T,
                         int NH, int HS) {
+    // q, k, v, dout, out, dq, dk and dv
     t.time({.name = "attention backward",
             .flops = 5. * B * T * T * NH * HS,
             .bytes = 8 * t.x_bytes * B * T * NH * HS},
@@ -400,13 +403,17 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, const BatchSha
 template <class X>
 void breakdown(const Timed& dev, const Bench& o, const Config& config, const BatchShape& shape) {
     const auto [B, T] = shape;
-    const Figures gemm = gemm_tflops<X>(dev, false);
+    const bool quick = false;
+    const Figures gemm = gemm_tflops<X>(dev, quick);
     const Figures copy = copy_rate(dev);  // bytes per second
     Trainer<Timed, X> trainer(dev, o, config, B, T);
     constexpr int kSteps = 20;  // of kernels launched one by one: main() turns graphs off
+
+    // Warms the GPU up. What these steps have recorded is dropped.
     trainer.train_for(2, [&] { dev.laps.clear(); });
     dev.lines.clear();
     dev.order.clear();
+
     Event first;
     Event last;
     first.record(dev);
