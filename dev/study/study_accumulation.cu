@@ -128,10 +128,14 @@ __device__ __forceinline__ int stage_index(int j) {
     return j & 1;
 }
 
+constexpr int blocks_per_sm(int flags) {
+    return (flags & kMoreWarps) != 0 ? 3 : 2;
+}
+
 using Args = ForwardArgs<__half, __half>;
 
 template <int F>
-__global__ void __launch_bounds__(kBlockThreads, F& kMoreWarps ? 3 : 2)
+__global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(F))
     mma_kernel(const __grid_constant__ Args args) {
 #if __CUDA_ARCH__ >= 800
     constexpr bool Qk16 = F & kQk16;
@@ -209,14 +213,15 @@ __global__ void __launch_bounds__(kBlockThreads, F& kMoreWarps ? 3 : 2)
                             s[i][n][r].y = lowest.y;
                     }
                 }
-                S larger = s[i][0][r];
+                S largest = s[i][0][r];  // of even and of odd columns
                 for (int n = 1; n < Bc / 8; n++)
-                    larger = __hmax2(larger, s[i][n][r]);
-                const float m = quad_max(fmaxf(as<Float2>(larger).x, as<Float2>(larger).y));
+                    largest = __hmax2(largest, s[i][n][r]);
+                const float m = quad_max(fmaxf(as<Float2>(largest).x, as<Float2>(largest).y));
+
                 // finite, because every row has met a key
                 float raised = fmaxf(reference[i][r], m * p.scale_log2);
-                // The reference is subtracted in fp16. Any that fp16 can represent cancels exactly
-                // between P and l.
+                // Here fp16 subtracts the reference, so it has to be a number of fp16. Which one
+                // does not matter: O and l have the same factor.
                 if (Qk16 && Exp16)
                     raised = __half2float(__float2half_rn(raised));
                 alpha[i][r] = exp2_approx(reference[i][r] - raised);
@@ -235,6 +240,7 @@ __global__ void __launch_bounds__(kBlockThreads, F& kMoreWarps ? 3 : 2)
             uint32_t a[M][4];  // columns [16·kk, 16·kk + 16) of P
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
+                    // register e of the A operand: row g or g + 8, in the first or second 8 columns
                     const int n = 2 * kk + e / 2;
                     const int r = e % 2;
                     const float minus = -reference[i][r];
