@@ -188,9 +188,11 @@ struct Layout {
     size_t room() const { return s.B * (T * (C() + kCallTensors * gap) + gap); }
     size_t stats_room() const { return s.B * s.NH * (T + kCallTensors * gap); }
 
+    // The call of the problem: its queries and all keys.
     PieceCall all() const {
         return {.q0 = T - s.Tq, .Tq = s.Tq, .k0 = 0, .Tk = T, .causal = s.causal};
     }
+    // A piece whose views of q, out and the like have every token, not only the queries.
     PieceCall every_token() const { return {.q0 = 0, .Tq = T, .k0 = 0, .Tk = T, .causal = false}; }
     AttentionShape shape(const PieceCall& p) const {
         AttentionShape piece = s;
@@ -568,7 +570,7 @@ struct Run {
     bool has_backward() const {
         return kernel.has_backward() && (s.Tq == s.Tk || kernel.supports.pieces);
     }
-    void whole() {
+    void forward_and_backward() {
         forward();
         if (has_backward())
             backward(all, scratch);
@@ -629,7 +631,7 @@ struct Run {
 template <class X>
 Result run(const AttentionKernel<X>& kernel, const Problem<X>& p, int gap = 0) {
     Run<X> r(kernel, p, gap);
-    r.whole();
+    r.forward_and_backward();
     return r.result();
 }
 
@@ -862,7 +864,8 @@ static std::vector<Case> accuracy_cases(bool flash_in_bf16) {
     for (int T : {1, 2, 63, 64, 65, 127, 129, 255, 1000, 1023, 1024, 1025})
         for (int HS : {64, 128})
             for (bool causal : {true, false}) {
-                const auto [B, NH] = T > 129 ? few[(n / 4) % 3] : many[n % 5];
+                const int lengths = n / 4;  // before T, each of which has four cases
+                const auto [B, NH] = T > 129 ? few[lengths % 3] : many[n % 5];
                 cases.push_back({whole(B, T, NH, HS, causal), static_cast<Input>(n % 3)});
                 n++;
             }
@@ -1040,12 +1043,12 @@ template <class X, class Y>
 void check_repeats(const AttentionKernel<X>& kernel, const AttentionShape& shape, int count) {
     const Problem<X> p = inputs_of<X>({shape});
     Run<X, Y> r(kernel, p);
-    r.whole();
+    r.forward_and_backward();
     const auto first = r.bytes();
     for (int i = 1; i <= count; i++) {
         if (i == count)
             late(gpu(), 100'000'000);
-        r.whole();
+        r.forward_and_backward();
         if (r.bytes() == first)
             continue;
         const char* when = i == count ? ", whose inputs came late on the device's stream" : "";
@@ -1107,7 +1110,7 @@ template <class X>
 void check_fp32_call(const AttentionKernel<X>& kernel, const Case& c) {
     const Problem<X>& p = problem<X>(c);
     Run<X, float> r(kernel, p, kGap);
-    r.whole();
+    r.forward_and_backward();
     Result got = r.result();
     r.read(got, {Out}, r.out_y, r.all);
     check_result(kernel, p, got);
@@ -1200,15 +1203,15 @@ void small_tiles(const AttentionKernel<X>& kernel) {
     const struct Restore {
         int bytes = gpu().block_smem;
         ~Restore() { gpu().block_smem = bytes; }
-    } restore;
+    } before;
     for (int HS : {64, 128})
         for (bool causal : {true, false}) {
             const Problem<X>& p = problem<X>({whole(2, 300, 3, HS, causal)});
-            gpu().block_smem = restore.bytes;
+            gpu().block_smem = before.bytes;
             const Result large_tiles = run(kernel, p);
             gpu().block_smem = 64 << 10;
             // the order of sums shows that the tiles are other ones
-            if (restore.bytes >= (112 << 10))
+            if (before.bytes >= (112 << 10))
                 CHECK(run(kernel, p)[Dk] != large_tiles[Dk]);
             gpu().block_smem = 48 << 10;
             CHECK_ERROR(run(kernel, p), "shared memory");
@@ -1238,8 +1241,9 @@ void limits(const AttentionKernel<X>& kernel) {
     for (const AttentionShape& shape : {
              whole(2, 100, 3, 80),
              whole(1, 70, 2, 32),
+             // more heads, and more sequences, than the 65535 of a grid's y or z
              whole(2731, 2, 25, 64),
-             whole(65537, 1, 1, 64),  // more than a grid's y or z
+             whole(65537, 1, 1, 64),
          }) {
         const Problem<X>& p = problem<X>({shape});
         Result got;
@@ -1271,7 +1275,7 @@ void check_copies(const AttentionKernel<X>& kernel, const AttentionShape& one, i
         SKIP("needs %.0f GiB of device memory", static_cast<double>(bytes) / (1 << 30));
     const int gap = 0;
     Run<X> r(kernel, p, gap, copies);
-    r.whole();
+    r.forward_and_backward();
     for (int copy : {0, 1, copies / 3, copies / 2, copies - 2, copies - 1})
         check_result(kernel, p, r.result(copy));
 }
