@@ -432,9 +432,10 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
     Result dx_sum = {"dinp_sum", dsum};
     dx_sum.column_sums_of = &dinp;
     dx_sum.min_scale = 1.0;  // sums of values around 1 may cancel
-    check(what, {dx, dw, db, dx_sum}, [&](const auto& on) { backward(on, true); });
+    const bool with_sum = true;
+    check(what, {dx, dw, db, dx_sum}, [&](const auto& on) { backward(on, with_sum); });
     check_same(what + " without dinp_sum", {dx, dw, db},
-               [&](const auto& on) { backward(on, false); });
+               [&](const auto& on) { backward(on, !with_sum); });
 }
 
 TEST_OF_X(layernorm) {
@@ -669,6 +670,7 @@ TEST(matmul_autotune) {
         CHECK((tune(all, ones, ones).equal == Numbers{0, 2, 4}));
         // the first decides
         CHECK((tune({kSplit, kWhole, kSplit, kIdle}, ones, ones).equal == Numbers{0, 2}));
+        // D is overwritten, unless the product adds to what is there
         CHECK(same_bits(d.values(), before) == accumulate);
 
         CHECK(is_not_tuned(zeros, b));
@@ -1052,14 +1054,17 @@ TEST_OF_X(cross_entropy_of_bad_rows) {
         return inp.values();
     };
 
+    const int kNanRow = 3;  // the three before it have a target outside the vocabulary
+    const int kInfiniteRow = 4;
+    const int kMinusInfiniteRow = 5;
     Values rows = randn<X>(N * C);
-    rows[3 * C] = NAN;
-    rows[4 * C + 5] = INFINITY;
-    rows[5 * C + 63] = -INFINITY;
+    rows[kNanRow * C] = NAN;
+    rows[kInfiniteRow * C + 5] = INFINITY;
+    rows[kMinusInfiniteRow * C + 63] = -INFINITY;
     const Values dinp = run(rows, weight, {V, -1, 1000000, 7, 7, 7, 0, V - 1, 7, 7});
     const Values loss = losses.values();
     for (int n = 0; n < N; n++) {
-        const bool good = n > 5;
+        const bool good = n > kMinusInfiniteRow;
         CHECK(std::isfinite(loss[n]) == good);
         CHECK(std::isfinite(dinp[n * C]) == good);
     }
@@ -1225,7 +1230,8 @@ AdamW hyper(int step, float max_norm = 1.f) {
             .seed = 42};
 }
 
-// The optimizer's state. With X = bf16 the master must equal a float twin's parameters.
+// Parameters, m and v after ten steps. The same steps with bf16 parameters must give the same m and
+// v, and the parameters as master weights.
 TEST(adamw_against_reference) {
     for (const float max_norm : {0.f, 1.f, 1000.f}) {
         const Values zeros(kAdamSize, 0.0);
