@@ -69,14 +69,15 @@ std::vector<double> elements(size_t n, F x) {
     return all;
 }
 
-// A rank's elements are integers, so that sums are exact in any order.
-double value(int rank, size_t i) {
-    return (i * 7 + rank * 13) % 101;
+// A rank's elements are integers, so that sums are exact in any order. They differ from step to
+// step.
+double value(int rank, size_t i, int step = 0) {
+    return (i * 7 + (rank + step) * 13) % 101;
 }
-double sum_of_values(int size, int first_rank, size_t i) {
+double sum_of_values(int size, size_t i, int step = 0) {
     double sum = 0;
-    for (int r = 0; r < size; r++)
-        sum += value(r + first_rank, i);
+    for (int rank = 0; rank < size; rank++)
+        sum += value(rank, i, step);
     return sum;
 }
 
@@ -143,8 +144,8 @@ TEST(nccl_collectives) {
             // A rank's part of `all` begins at element rank·n, and so do its values.
             const auto of_all = [=](size_t i) { return value(static_cast<int>(i / n), i); };
             const auto of_first = [](size_t i) { return value(0, i); };
-            const auto sum = [=](size_t i) { return sum_of_values(size, 0, i); };
-            const auto own_sum = [=](size_t i) { return sum_of_values(size, 0, rank * n + i); };
+            const auto sum = [=](size_t i) { return sum_of_values(size, i); };
+            const auto own_sum = [=](size_t i) { return sum_of_values(size, rank * n + i); };
             const auto received = [=](size_t i) {
                 return i < count_sent_by(before) ? value(before, i) : -1;
             };
@@ -180,7 +181,7 @@ TEST(nccl_in_a_graph) {
         CudaGraph graph;
         for (int step = 0; step < 5; step++) {
             const Floats values(dev,
-                                elements(n, [&](size_t i) { return value(comm.rank + step, i); }));
+                                elements(n, [&](size_t i) { return value(comm.rank, i, step); }));
             dev.copy(from.ptr, values.ptr, bytes);
             dev.sync();
             graph.run(dev, [&] {
@@ -196,7 +197,7 @@ TEST(nccl_in_a_graph) {
             comm.all_reduce(x.ptr, n);
             comm.join();
 
-            const auto sum = [&](size_t i) { return sum_of_values(comm.size, step, i); };
+            const auto sum = [&](size_t i) { return sum_of_values(comm.size, i, step); };
             CHECK(y.values() == elements(n, sum));
             CHECK(x.values() == elements(n, [&](size_t i) { return comm.size * sum(i); }));
         }
