@@ -559,7 +559,7 @@ TEST(mfu_by_hand) {
             ProcessGroup group;
             group.rank = rank;
             group.size = ranks;
-            group.local_size = 1;  // all count, on whatever machine they are
+            group.local_size = 1;  // as on several machines: the GPUs of all of them count
             this_thread = &comm;
             run_with<Threads, float>(dev, mine, group);
         };
@@ -682,16 +682,14 @@ TEST(a_checkpoint_that_is_not_finite_is_not_resumed) {
     const Config config = preset("tiny");
     const Arena params("parameters", Parameters<float>::list(config), 1);
     for (const size_t tensor : {size_t(0), size_t(7), params.tensors.size() - 1}) {
-        const std::string first = dir() + format("/not_finite_%zu", tensor);
-        const std::string out = first + "_resumed";
+        const std::string out = dir() + format("/not_finite_%zu", tensor);
         const std::string name = params.tensors[tensor].name;
         Corrupting dev;
         dev.bytes = params.bytes;
         dev.at = params.offsets[tensor] + 8;
-        Options o = small_run(first, 1);
+        Options o = small_run(out, 1);
         CHECK(quiet_error_of([&] { run_with<Corrupting, float>(dev, o, ProcessGroup()); }) == "");
 
-        std::filesystem::copy(first, out);  // this process keeps the lock of the other
         Options resumed = small_run(out, 2);
         resumed.resume = true;
         const Corrupting good;
@@ -901,7 +899,8 @@ TEST(logits_are_2_GiB_at_most) {
     const auto rows = [](int Vp) {
         const Config config = {.max_T = 160, .V = Vp, .Vp = Vp, .L = 1, .NH = 1, .C = 8};
         const GPT2<Cpu, double> model(cpu, config, {.B = 4, .T = 160, .training = true});
-        CHECK(model.buffers.tensors[0].elements() == model.sizes.chunk * Vp);
+        const TensorSpec& logits = model.buffers.tensors[0];
+        CHECK(logits.elements() == model.sizes.chunk * Vp);
         return model.sizes.chunk;
     };
     const int V = 1 << 18;  // of which 1024 rows are 2 GiB. The model has 640
