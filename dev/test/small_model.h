@@ -60,7 +60,7 @@ enum {  // their indices
 };
 inline const std::vector<TensorInFile> kTensors = tensors_in_file(kPositions, Vp, L, C);
 
-// In all tensors before this one, of which there may be kTensorCount.
+// The elements of all tensors before this one. Before kTensorCount, that is of all sixteen.
 inline size_t elements_before(int tensor) {
     size_t elements = 0;
     for (int t = 0; t < tensor; t++)

@@ -282,15 +282,15 @@ static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
     l.backward = [=] { matmul_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC); };
 
     l.formula = [=](Layer<X>& l) {
-        Vec out_(N * OC);
+        Vec want(N * OC);
         for (int n = 0; n < N; n++)
             for (int o = 0; o < OC; o++) {
                 double sum = with_bias ? bias[o] : residual[n * OC + o];
                 for (int c = 0; c < C; c++)
                     sum += double(inp[n * C + c]) * weight[o * C + c];
-                out_[n * OC + o] = sum;
+                want[n * OC + o] = sum;
             }
-        check_close(l.what + " out", l["out"].x, out_, 1e-14);
+        check_close(l.what + " out", l["out"].x, want, 1e-14);
     };
     return l;
 }
@@ -376,7 +376,7 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
     X* out = l.written("out", n);
     X* lse = l.written("lse", B * NH * Tq);
     X* dqkv = l.written("dqkv", 3 * all);
-    X* bias = l.added("sum of dqkv", 3 * NH * HS);
+    X* sum = l.added("sum of dqkv", 3 * NH * HS);
     const PackedHeads<const X> in = packed<const X>(qkv, Tk, s);
     const PackedHeads<X> gradients = packed(dqkv, Tk, s);
     const HeadsView<const X> queries = in.q.from(first_query);
@@ -409,7 +409,7 @@ static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
             for (int t = 0; t < first_query; t++)
                 std::fill_n(gradients.q.row(b, t, 0, HS), NH * HS, X(0));
         attention_backward(dev, c);
-        qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * Tk, NH * HS);
+        qkv_bias_backward<X>(dev, sum, nullptr, dqkv, nullptr, nullptr, B * Tk, NH * HS);
     };
 
     l.formula = [=](Layer<X>& l) {
