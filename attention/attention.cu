@@ -63,10 +63,10 @@ template <class X>
 [[noreturn]] void throw_no_such_kernel(const std::string& name) {
     using Other = std::conditional_t<std::is_same_v<X, float>, bf16, float>;
     if (!find<Other>(name))
-        throw UsageError(format("--attention %s: there is no such kernel", name.c_str()));
+        throw UsageError(format("--attention %s: no such kernel; --help lists them", name.c_str()));
     const char* other = name_of(dtype_of<Other>());
     throw UsageError(
-        format("--attention %s computes in %s: use --precision %s, or --attention flash",
+        format("--attention %s only computes in %s; use --precision %s, or --attention flash",
                name.c_str(), other, other));
 }
 
@@ -81,16 +81,17 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
         throw_no_such_kernel<X>(name);
 
     if (!kernel->supports.any_head_size && HS != 64 && HS != 128)
-        throw Error(
-            format("attention: %s needs a head size of 64 or 128, found %d; choose NH = C/64 or "
-                   "C/128, or use --attention naive",
-                   name.c_str(), HS));
+        throw Error(format(
+            "--attention %s needs a head size of 64 or 128, but the model's is %d; use --attention "
+            "naive, or a model with C/64 or C/128 heads",
+            name.c_str(), HS));
     if (!kernel->runs_on(dev))
         throw Error(format(
-            "attention: %s %s needs compute capability %d.%d%s, %s has %d.%d; use %s",
-            name_of(dtype_of<X>()), name.c_str(), kernel->min_sm / 10, kernel->min_sm % 10,
-            kernel->needs_wgmma() ? " and code for sm_90a" : "", dev.name.c_str(), dev.sm / 10,
-            dev.sm % 10, flash ? "--precision fp32 or --attention naive" : "--attention flash"));
+            "--attention %s in %s needs compute capability %d.%d%s, but %s has %d.%d; use %s",
+            name.c_str(), name_of(dtype_of<X>()), kernel->min_sm / 10, kernel->min_sm % 10,
+            kernel->needs_wgmma() ? " and a program built with make ARCH=90a" : "",
+            dev.name.c_str(), dev.sm / 10, dev.sm % 10,
+            flash ? "--precision fp32 or --attention naive" : "--attention flash"));
     return *kernel;
 }
 
@@ -98,14 +99,14 @@ template <class X>
 void check_attention(const Cuda& dev, Attention kind, int HS, const AttentionUse& use) {
     const AttentionKernel<X>& kernel = attention_kernel<X>(dev, kind, HS);
     if (use.training && !kernel.has_backward())
-        throw UsageError(
-            format("--attention %s has no backward, so it can only generate and evaluate: train "
-                   "with --attention flash",
-                   kernel.name));
+        throw UsageError(format(
+            "--attention %s has no backward pass, so it can evaluate and generate but not train; "
+            "use --attention flash",
+            kernel.name));
     if (use.context_parallel && !kernel.supports.pieces)
-        throw UsageError(
-            format("--context-parallel needs --attention flash: %s takes whole sequences only",
-                   kernel.name));
+        throw UsageError(format(
+            "--context-parallel splits sequences, but %s needs whole ones; use --attention flash",
+            kernel.name));
 }
 
 const char* attention_names() {
@@ -196,21 +197,22 @@ bool overlap(const CallMemory& a, const CallMemory& b) {
 // Throws Error if the memory is missing, misaligned or overlaps itself.
 void check_rows(const AttentionLimits& limits, const CallMemory& m) {
     if (!m.ptr)
-        throw Error(format("%s: %s is null: it needs memory", limits.name, m.name));
+        throw Error(format("%s: %s is null; allocate memory for it", limits.name, m.name));
 
     const bool aligned = reinterpret_cast<uintptr_t>(m.ptr) % m.alignment == 0 &&
                          m.sequences.stride % m.alignment == 0 && m.rows.stride % m.alignment == 0;
     if (!aligned)
-        throw Error(
-            format("%s: rows of %s are not %zu-byte aligned (address %p, strides of %zu and %zu "
-                   "bytes)",
-                   limits.name, m.name, m.alignment, m.ptr, m.sequences.stride, m.rows.stride));
+        throw Error(format(
+            "%s: the rows of %s must be %zu-byte aligned, but its address is %p and its strides "
+            "are %zu and %zu bytes",
+            limits.name, m.name, m.alignment, m.ptr, m.sequences.stride, m.rows.stride));
 
     const bool apart = rows_apart(m.row_bytes, m.rows, m.sequences) ||  // (B, T, …)
                        rows_apart(m.row_bytes, m.sequences, m.rows);    // (T, B, …)
     if (!apart)
         throw Error(format(
-            "%s: rows of %s overlap: %zu × %zu of %zu bytes, with strides of %zu and %zu bytes",
+            "%s: the rows of %s overlap: there are %zu × %zu of %zu bytes, with strides of %zu and "
+            "%zu bytes",
             limits.name, m.name, m.sequences.count, m.rows.count, m.row_bytes, m.sequences.stride,
             m.rows.stride));
 }
@@ -227,9 +229,9 @@ void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemor
             const bool both_used = a->row_bytes > 0 && b->row_bytes > 0;
             const bool one_written = a->written || b->written;
             if (both_used && one_written && overlap(*a, *b))
-                throw Error(
-                    format("%s: %s and %s overlap, and %s is written: give it memory of its own",
-                           limits.name, b->name, a->name, a->written ? a->name : b->name));
+                throw Error(format(
+                    "%s: %s and %s overlap, although %s is written; give it memory of its own",
+                    limits.name, b->name, a->name, a->written ? a->name : b->name));
         }
 }
 

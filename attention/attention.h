@@ -91,7 +91,7 @@ struct AttentionKernel {
     void run(void (*launcher)(const Cuda&, const Call&), const char* pass, const Cuda& dev,
              const Call& c) const {
         if (!launcher)
-            throw Error(format("attention: %s has no %s: use --attention flash", name, pass));
+            throw Error(format("attention: %s has no %s; use --attention flash", name, pass));
         check_call(limits(), c);
         launcher(dev, c);
     }

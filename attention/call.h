@@ -218,29 +218,31 @@ inline void check_shape(const AttentionLimits& limits, const AttentionShape& s,
                         const CallTraits& call) {
     const char* name = limits.name;
     if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
-        throw Error(format("%s: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", name, s.B,
+        throw Error(format("%s: B %d, NH %d, Tq %d and Tk %d must all be at least 1", name, s.B,
                            s.NH, s.Tq, s.Tk));
     if (s.causal && s.Tq > s.Tk)
         throw Error(
-            format("%s: a causal mask needs Tq ≤ Tk, found Tq %d and Tk %d", name, s.Tq, s.Tk));
+            format("%s: a causal mask needs Tq ≤ Tk, but Tq is %d and Tk is %d", name, s.Tq, s.Tk));
     if (!(s.resolved_scale() > 0.f))
-        throw Error(format("%s: scale %g, expected > 0", name, s.resolved_scale()));
+        throw Error(
+            format("%s: the scale is %g, but it must be positive", name, s.resolved_scale()));
 
     if (!limits.supports.any_head_size && s.HS != 64 && s.HS != 128)
         throw Error(
-            format("%s: head size %d, expected 64 or 128: use --attention naive", name, s.HS));
+            format("%s: the head size is %d, but it must be 64 or 128; use --attention naive", name,
+                   s.HS));
     if (s.HS < 1 || (s.HS * call.element_bytes) % limits.alignment != 0)
-        throw Error(format("%s: head size %d, expected a multiple of %zu", name, s.HS,
+        throw Error(format("%s: the head size is %d, but it must be a multiple of %zu", name, s.HS,
                            limits.alignment / call.element_bytes));
 
     if (call.backward && !limits.supports.pieces && s.Tq != s.Tk)
-        throw Error(
-            format("%s: backward takes whole sequences only (Tq %d, Tk %d): use --attention flash",
-                   name, s.Tq, s.Tk));
+        throw Error(format(
+            "%s: backward needs whole sequences, but Tq is %d and Tk is %d; use --attention flash",
+            name, s.Tq, s.Tk));
     if (call.lse_rest && !limits.supports.lse_rest)
         throw Error(format(
-            "%s: lse_rest is given, but only fp32 kernels that work on pieces of a sequence have "
-            "one: pass null, or use --attention flash in fp32",
+            "%s: lse_rest is given, but only fp32 kernels that can process a part of a sequence "
+            "use it; pass null, or use --attention flash in fp32",
             name));
 }
 

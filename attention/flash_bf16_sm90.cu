@@ -707,8 +707,8 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     const size_t work_tiles = static_cast<size_t>(args.tiles) * args.heads;
     // Tickets go up to work_tiles + the number of blocks.
     if (work_tiles > INT_MAX / 2)
-        throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, work_tiles,
-                           INT_MAX / 2));
+        throw Error(format("%s: %zu work tiles are more than %d; use a smaller batch", kName,
+                           work_tiles, INT_MAX / 2));
     args.work_tiles = static_cast<int>(work_tiles);
     args.counter = launches++ % kCounters;
 

@@ -952,8 +952,8 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     // Indices of semaphores are ints below 2·tiles, and tickets go up to the work tiles + the
     // number of blocks.
     if (tiles > INT_MAX / 4)
-        throw Error(
-            format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
+        throw Error(format("%s: %zu work tiles are more than %d; use a smaller batch", kName, tiles,
+                           INT_MAX / 4));
 
     char* at = static_cast<char*>(c.scratch);
     BackwardArgs<HS, Y> args{.q = tensor_map("q", c.q, s.queries(), Br),

@@ -859,8 +859,9 @@ constexpr char kName[] = "flash_fp16x3";
 template <class Call>
 void check_size(const Call& c) {
     if (std::max(c.s.Tq, c.s.Tk) > INT_MAX / 4)
-        throw Error(format("%s: Tq %d, Tk %d: at most %d fit a launch", kName, c.s.Tq, c.s.Tk,
-                           INT_MAX / 4));
+        throw Error(format(
+            "%s: Tq is %d and Tk is %d, but one launch covers at most %d; split the sequence",
+            kName, c.s.Tq, c.s.Tk, INT_MAX / 4));
 }
 void forward(const Cuda& dev, const AttentionForward<float>& c) {
     check_size(c);

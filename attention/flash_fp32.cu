@@ -747,10 +747,10 @@ Args common_args(const Call& c) {
     const AttentionShape& s = c.s;
     if (s.Tq > (1 << 20) || s.Tk > (1 << 20) ||
         static_cast<long long>(s.B) * s.NH * (s.Tk / kSmallestBc + 1) > INT_MAX)
-        throw Error(
-            format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, "
-                   "B·NH·T ≤ 2^36): split the batch or the sequence",
-                   kName, s.B, s.Tq, s.Tk, s.NH));
+        throw Error(format(
+            "%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, B·NH·T ≤ "
+            "2^36); use a smaller batch or shorter sequences",
+            kName, s.B, s.Tq, s.Tk, s.NH));
     Args args{};
     args.q = c.q;
     args.k = c.k;
@@ -784,8 +784,8 @@ void launch_largest(const Cuda& dev, Launch launch) {
         launched = launch(Small{});
     if (!launched)
         throw Error(format(
-            "%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles "
-            "need; use naive attention",
+            "%s needs 64 KB of shared memory per block, which %s does not have; use --attention "
+            "naive",
             kName, dev.name.c_str()));
 }
 
@@ -834,7 +834,8 @@ void find_D(const Cuda& dev, const AttentionBackward<float>& c, float* D) {
     const AttentionShape& s = c.s;
     const size_t blocks = (s.rows() * s.HS / kTerms + kThreads - 1) / kThreads;
     if (blocks > INT_MAX)
-        throw Error(format("%s: %zu rows are too many: use a smaller batch", kName, s.rows()));
+        throw Error(format("%s: %zu rows are more than one launch covers; use a smaller batch",
+                           kName, s.rows()));
     const auto kernel = s.HS == 64 ? D_kernel<64> : D_kernel<128>;
     kernel<<<static_cast<unsigned>(blocks), kThreads, 0, dev.stream>>>(D, c.dout, c.out, s.Tq, s.NH,
                                                                        s.rows());

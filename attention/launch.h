@@ -89,8 +89,8 @@ __device__ __forceinline__ WorkTile work_tile(int heads, int NH, TileOrder order
 inline unsigned count_blocks(const char* name, int tiles, int heads) {
     const size_t blocks = static_cast<size_t>(tiles) * heads;
     if (blocks > INT_MAX)
-        throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", name,
-                           blocks, INT_MAX));
+        throw Error(format("%s: %zu blocks are more than a grid can have (%d); use a smaller batch",
+                           name, blocks, INT_MAX));
     return static_cast<unsigned>(blocks);
 }
 

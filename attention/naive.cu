@@ -257,7 +257,8 @@ void launch(const Cuda& dev, const AttentionShape& s, Kernel* kernel_of_warps,
     const size_t rows = s.rows();
     const size_t blocks = short_rows ? (rows - 1) / (kThreads / kWarp) + 1 : rows;
     if (blocks > INT_MAX)
-        throw Error(format("%s: %zu rows of attention are too many for a grid", kName, rows));
+        throw Error(format("%s: %zu rows are more than one launch covers; use a smaller batch",
+                           kName, rows));
     Kernel* kernel = short_rows ? kernel_of_warps : kernel_of_blocks;
     kernel<<<unsigned(blocks), kThreads, 0, dev.stream>>>(tensors..., rows, s.Tq, s.Tk, s.shift());
     LAUNCH_CHECK("softmax kernel");

@@ -91,7 +91,7 @@ Cuda::Cuda(int device) : device(device) {
     if (n == 0)
         throw Error("no usable GPU (" + why + ")");
     if (device < 0 || device >= n)
-        throw Error(format("no GPU %d: this machine has %d, numbered from 0", device, n));
+        throw Error(format("there is no GPU %d: this machine has %d, numbered from 0", device, n));
 
     CUDA_CHECK(cudaSetDevice(device));
 
@@ -107,8 +107,8 @@ Cuda::Cuda(int device) : device(device) {
     if (cudaFuncGetAttributes(&attributes, probe_kernel) != cudaSuccess) {
         cudaGetLastError();
         throw Error(format(
-            "GPU %d (%s) has compute capability %d.%d, which this program was not built for: "
-            "rebuild with make clean, then make ARCH=%d%s",
+            "GPU %d (%s) has compute capability %d.%d, which this program was not built for; run "
+            "make clean, then make ARCH=%d%s",
             device, name.c_str(), properties.major, properties.minor, sm, sm == 90 ? "a" : ""));
     }
 
@@ -156,9 +156,9 @@ void* Cuda::alloc(size_t bytes) const {
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
         constexpr double GiB = 1 << 30;
-        throw OutOfMemory(
-            format("out of memory on GPU %d (%s): asked for %.2f GiB, free %.2f of %.2f GiB",
-                   device, name.c_str(), bytes / GiB, free_bytes() / GiB, total_bytes / GiB));
+        throw OutOfMemory(format(
+            "out of memory on GPU %d (%s): asked for %.2f GiB, but only %.2f of %.2f GiB are free",
+            device, name.c_str(), bytes / GiB, free_bytes() / GiB, total_bytes / GiB));
     }
     CUDA_CHECK(status);
     return p;

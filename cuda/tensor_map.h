@@ -20,8 +20,7 @@ inline auto tensor_map_encoder() {
 #endif
     if (found != cudaDriverEntryPointSuccess || !function)
         throw Error(
-            "tensor_map: the driver has no cuTensorMapEncodeTiled: install a driver for CUDA 12.0 "
-            "or later");
+            "the GPU driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12.0 or later");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 

@@ -136,10 +136,10 @@ static void check_range(const ParamRange& p) {
     const bool several = p.pieces > 1;
     if (p.skipped % kGroup != 0 ||
         (several && (p.size % kGroup != 0 || p.stride % kGroup != 0 || p.stride < p.size)))
-        throw Error(
-            format("adamw_update: pieces of %zu elements, %zu apart, %zu skipped: expected "
-                   "multiples of %d",
-                   p.size, p.stride, p.skipped, kGroup));
+        throw Error(format(
+            "adamw_update: a range has pieces of %zu elements, %zu apart, and skips %zu; all three "
+            "must be multiples of %d",
+            p.size, p.stride, p.skipped, kGroup));
 }
 
 // 1/(1 − βᵗ), in double, because 1 − βᵗ cancels for small t.
@@ -160,10 +160,10 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
     if (!vectorises<float>(0, master, m, v, grads) ||
         reinterpret_cast<uintptr_t>(params) % (kGroup * sizeof(X)) != 0)
         throw Error(
-            format("adamw_update: pointers must be aligned: fp32 arrays to 16 bytes, params to %zu",
+            format("adamw_update: fp32 arrays must be aligned to 16 bytes, and params to %zu",
                    kGroup * sizeof(X)));
     if (hyper.step < 1)
-        throw Error(format("adamw_update: step %d, expected one >= 1", hyper.step));
+        throw Error(format("adamw_update: the step is %d, but steps count from 1", hyper.step));
 
     Plan plan = {};
     unsigned blocks = 0;

@@ -252,8 +252,7 @@ static std::vector<int> sort_by_token(int* order, const int* tokens, size_t N) {
     int token_end = 0;  // one past the largest token
     for (size_t i = 0; i < N; i++) {
         if (tokens[i] < 0)
-            throw Error(
-                format("encoder_plan: token %d at position %zu, expected one >= 0", tokens[i], i));
+            throw Error(format("encoder_plan: token %d at position %zu is negative", tokens[i], i));
         token_end = std::max(token_end, tokens[i] + 1);
     }
 

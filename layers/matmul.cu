@@ -172,7 +172,8 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
             "%d and %d bytes) on %s%s",
             name_of(p.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d,
             dev.name.c_str(),
-            bf16_unsupported ? ": bf16 needs compute capability 8.0, use fp32" : ""));
+            bf16_unsupported ? "; bf16 needs compute capability 8.0 or later: use --precision fp32"
+                             : ""));
     }
 
     const RunAlgorithm run = [&](int i, const MatmulOperands& x, bool accumulate) {

@@ -69,7 +69,7 @@ template <class... P, class... Arguments>
 void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const AttentionShape& s,
             Arguments... arguments) {
     if ((kWarp * kWide) % s.HS != 0)
-        throw Error(format("attention in pieces: head size %d, expected a divisor of 128", s.HS));
+        throw Error(format("ring attention: the head size is %d, but it must divide 128", s.HS));
     const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq;
     const unsigned threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
     kernel<<<tokens, std::min(threads, kMaxThreads), 0, dev.stream>>>(s, arguments...);

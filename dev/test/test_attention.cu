@@ -1473,16 +1473,16 @@ struct Refusals {
 
     void shapes() const {
         both(kAccepted, [](auto&) {});
-        both("Tq 49", [](auto& c) { c.s.Tq = T + 1; });  // a causal mask needs Tq ≤ Tk
+        both("Tq is 49", [](auto& c) { c.s.Tq = T + 1; });  // a causal mask needs Tq ≤ Tk
         both("B 0", [](auto& c) { c.s.B = 0; });
         both("NH 0", [](auto& c) { c.s.NH = 0; });
         both("Tq 0", [](auto& c) { c.s.Tq = 0; });
         both("Tk -1", [](auto& c) { c.s.Tk = -1; });
-        both("head size 18", [](auto& c) { c.s.HS = 18; });
-        both("head size 0", [](auto& c) { c.s.HS = 0; });
-        both(kernel.supports.any_head_size ? kAccepted : "head size 32",
+        both("head size is 18", [](auto& c) { c.s.HS = 18; });
+        both("head size is 0", [](auto& c) { c.s.HS = 0; });
+        both(kernel.supports.any_head_size ? kAccepted : "head size is 32",
              [](auto& c) { c.s.HS = 32; });
-        both("scale -1", [](auto& c) { c.s.scale = -1; });
+        both("scale is -1", [](auto& c) { c.s.scale = -1; });
 
         // Fewer queries than keys, and more queries than keys.
         const AttentionShape fewer_queries = queries_of(2, 40, 48, NH, HS);
@@ -1670,7 +1670,7 @@ TEST(refused_on_the_cpu) {
 
     AttentionBackward<double> backward = calls.backward;
     backward.s.Tq = 49;
-    CHECK_ERROR(attention_backward(Cpu(1), backward), "Tq 49");
+    CHECK_ERROR(attention_backward(Cpu(1), backward), "Tq is 49");
 }
 TEST(refused_fp32_results) {
     check_refusals(&Refusals<float>::fp32);

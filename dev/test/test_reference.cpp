@@ -518,9 +518,9 @@ TEST(attention) {
         CHECK_LAYER(attention_layer, {.B = 2, .Tq = T, .Tk = T, .NH = 2, .HS = HS});
 
     CHECK_ERROR(attention_layer<double>({.B = 1, .Tq = 1, .Tk = 1, .NH = 1, .HS = 257}).run(),
-                "head size 257");
+                "head size is 257");
     const AttentionForward<double> c{.s = {.B = 1, .Tq = 3, .Tk = 2, .NH = 1, .HS = 4}};
-    CHECK_ERROR(attention_forward(dev, c), "Tq 3 and Tk 2");
+    CHECK_ERROR(attention_forward(dev, c), "Tq is 3 and Tk is 2");
 }
 
 // lse and its rest together are lse in more digits. Backward subtracts both, so if the rest is

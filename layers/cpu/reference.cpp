@@ -54,10 +54,10 @@ Cpu::Cpu(int threads) {
 void* Cpu::alloc(size_t bytes) const {
     void* p = nullptr;
     if (posix_memalign(&p, 64, bytes) != 0)
-        throw Error(
-            format("out of memory: cannot allocate %zu bytes on a machine with %zu; "
-                   "use a smaller batch or model",
-                   bytes, total_bytes));
+        throw Error(format(
+            "out of memory: cannot allocate %zu bytes on a machine that has %zu; use a smaller "
+            "batch or model",
+            bytes, total_bytes));
     return p;
 }
 
@@ -439,7 +439,8 @@ constexpr int kMaxHeadSize = 256;
 template <class F>
 static void with_head_size(int HS, F f) {
     if (HS > kMaxHeadSize)
-        throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
+        throw Error(format("attention: the head size is %d, but on a CPU it can be at most %d", HS,
+                           kMaxHeadSize));
     if (HS == 32)
         return f(std::integral_constant<int, 32>{});
     if (HS == 64)

@@ -190,11 +190,12 @@ size_t attention_saved_bytes(const Cpu&, Attention, const AttentionShape&) {
 template <class X>
 void check_attention(const Cpu&, Attention kind, int, const AttentionUse& use) {
     if (kind != Attention::flash && kind != Attention::naive)
-        throw UsageError(format("--attention %s needs a GPU: the CPU has flash and naive",
+        throw UsageError(format("--attention %s needs a GPU; on a CPU use flash or naive",
                                 std::string(kind.name).c_str()));
     if (use.context_parallel && kind == Attention::naive)
         throw UsageError(
-            "--context-parallel needs --attention flash: naive takes whole sequences only");
+            "--context-parallel splits sequences, but naive needs whole ones; use --attention "
+            "flash");
 }
 
 // Merging and adding the results of pieces (attention/ring/pieces.h).
