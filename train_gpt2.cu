@@ -490,7 +490,7 @@ struct GPT2 {
          const Ranks<Dev>& ranks = {})
         : dev(dev), config(config), settings(settings), ranks(ranks) {
         if (sequence_length() > config.max_T)
-            throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less",
+            throw Error(format("T = %d exceeds the model's %d positions; use -t %d or less",
                                sequence_length(), config.max_T, config.max_T));
         check_attention<X>(dev, attention, config.HS(),
                            {.training = training, .context_parallel = ranks.context > 1});
@@ -677,7 +677,7 @@ void restore_or_init(Run<Model>& run, bool from_file) {
             std::printf("nothing to resume: starting at step %d\n", run.step);
     }
     if (o.resume && run.step >= o.max_steps)
-        std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
+        std::printf("nothing left to do; raise -x, which is %d\n", o.max_steps);
 }
 
 template <class Dev, class X>
@@ -767,8 +767,10 @@ Config new_model(const Config& preset, const Options& o) {
 std::string find_model_file(const std::string& init) {
     struct stat file;
     if (stat(init.c_str(), &file))
-        throw UsageError(
-            format("--init %s: neither d12, d24, d36, d48, tiny nor a file", init.c_str()));
+        throw UsageError(format(
+            "--init %s: there is no such file or directory, and no model of that name; give d12, "
+            "d24, d36, d48, tiny, a model file or the -o of a run",
+            init.c_str()));
     if (!S_ISDIR(file.st_mode))
         return init;
     const int newest = newest_model(init);
@@ -786,12 +788,14 @@ int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
         o.init = find_model_file(o.init);
     const Config config = from_file ? read_model_header(o.init).config : new_model(*preset, o);
     if (from_file && config.V >= kGpt2Vocab && o.tokenizer.empty() && group.prints())
-        std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n",
-                     o.init.c_str());
+        std::fprintf(
+            stderr,
+            "%s: text is read and written as single bytes; for GPT-2's tokens give --tokenizer\n",
+            o.init.c_str());
 
     if (o.generate > 0) {
         if (!from_file)
-            throw UsageError("--generate needs a trained model: give its checkpoint with -e");
+            throw UsageError("--generate needs a trained model; give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);
     }
     Ranks<Dev> ranks = connect(dev, group, o.context_parallel);
@@ -809,7 +813,7 @@ extern const char built_from[];
 static int run_on_device(Options& o, const ProcessGroup& group, int gpus) {
     if (gpus == 0) {
         if (o.precision == "bf16")
-            throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
+            throw UsageError("--precision bf16 needs a GPU; on a CPU use fp32");
         if (o.init.empty())
             o.init = "tiny";
         return run_with<Cpu, float>(Cpu(), o, group);
@@ -824,7 +828,7 @@ static int run_on_device(Options& o, const ProcessGroup& group, int gpus) {
         o.init = "d12";
     if (o.precision == "bf16" && dev.sm < 80)
         throw Error(
-            format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use "
+            format("--precision bf16 needs compute capability 8.0 or later, but %s has %d.%d; use "
                    "--precision fp32",
                    dev.name.c_str(), dev.sm / 10, dev.sm % 10));
     if (o.precision == "auto")
@@ -848,9 +852,9 @@ static void print_help() {
 static void check_options(const Options& o, const std::vector<Option>& table) {
     check_all_are_used(o, table);
     if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
-        throw UsageError("-y, -n, -nk and -nm need a directory: give it with -o");
+        throw UsageError("-y, -n, -nk and -nm need a directory; give it with -o");
     if (o.eval_only && o.init.empty())
-        throw UsageError("--eval-only needs a model: give its checkpoint with -e");
+        throw UsageError("--eval-only needs a model; give its checkpoint with -e");
 }
 
 // One rank of a job, or a whole job that starts its ranks.
@@ -868,7 +872,7 @@ static int run_process(Options& o, char** argv) {
     // destructor waits for the thread.
     [[maybe_unused]] const std::future<void> corpus = begin_corpus(o);
     if (gpus == 0 && o.device == "auto" && self.rank == 0)
-        std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why_no_gpu.c_str());
+        std::fprintf(stderr, "no usable GPU (%s); using the CPU\n", why_no_gpu.c_str());
     try {
         // With --memory the group has --gpus ranks, of which only this one is started.
         ProcessGroup group(self, std::max(o.gpus, self.size));

@@ -32,7 +32,7 @@ void check_regular(const std::string& path) {
         return;
     if (S_ISDIR(info.st_mode))
         throw file_error(path, "open", EISDIR);
-    throw Error(path + ": not a regular file, but a pipe or a device; give a file");
+    throw Error(path + ": is a pipe or a device; give a regular file");
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -66,8 +66,10 @@ static void transfer(Call call, const char* action, const OpenFile& file, Byte* 
             if (n < 0)
                 throw file_error(file.path, action, errno);
             if (n == 0)
-                throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu",
-                                   file.path.c_str(), bytes, file.offset, done));
+                throw Error(format(
+                    "%s: truncated: expected %zu bytes at offset %zu, found %zu; get the file "
+                    "again",
+                    file.path.c_str(), bytes, file.offset, done));
             done += static_cast<size_t>(n);
         }
     };
@@ -100,7 +102,8 @@ InputFile::InputFile(const std::string& path) : path(path) {
     size = static_cast<uint64_t>(info.st_size);
     if (is_lfs_pointer()) {
         close(fd);
-        throw Error(path + ": a Git LFS pointer, not the file itself; fetch it with git lfs pull");
+        throw Error(path +
+                    ": is a Git LFS pointer, not the file itself; get the file with git lfs pull");
     }
 }
 

@@ -55,7 +55,7 @@ class Reader {
         for_each_line(&Reader::read_alternatives);
         for (const Rule& rule : g_.rules) {
             if (rule.alternatives.empty())
-                throw Error("grammar: no alternatives of rule " + rule.name);
+                throw Error("grammar: rule " + rule.name + " has no alternatives");
         }
     }
 

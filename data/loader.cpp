@@ -79,9 +79,9 @@ std::vector<std::string> matching_files(const std::string& pattern) {
 
     const char* const why =
         status == GLOB_ABORTED
-            ? ": a directory of this pattern is missing or cannot be read; check the path and its "
-              "permissions"
-            : ": no such file, and no file matches it as a pattern; check the path";
+            ? ": a directory in this pattern does not exist or cannot be read; check the path and "
+              "its permissions"
+            : ": there is no such file, and no file matches it as a pattern; check the path";
     throw Error(pattern + why + ", or make token shards with data/prepare.py");
 }
 
@@ -104,11 +104,14 @@ bool has_only_bytes(const InputFile& shard) {
 
 // Throws Error for a file without a shard's magic that is not to be read as text either.
 [[noreturn]] void refuse_magic(const std::string& path, int32_t magic, bool only_file) {
-    const char* advice = "a pattern is for token shards only; give a text file by itself";
+    const char* advice =
+        "a pattern can only name token shards; if this is a text file, give it alone";
     if (magic == kModelMagic)
-        advice = "this is a model checkpoint, give token shards as data";
+        advice = "this is a model; give token shards or text as data";
     else if (only_file)
-        advice = "give llm.c token shards, or rename a text file so that it does not end in .bin";
+        advice =
+            "give token shards in llm.c's format or, if this is a text file, rename it so that it "
+            "does not end in .bin";
     throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", path.c_str(),
                        kShardMagic, magic, advice));
 }
@@ -133,10 +136,10 @@ int vocabulary_of(const std::string& pattern, bool has_tokenizer) {
 
 void Loader::check_end_of_text(const std::string& name) const {
     if (end_of_text_ >= vocab_)
-        throw Error(
-            format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; "
-                   "give token shards",
-                   name.c_str(), kByteVocab, kGpt2Vocab, vocab_));
+        throw Error(format(
+            "%s: text needs a model with a vocabulary of %d (bytes) or at least %d (GPT-2's), but "
+            "this one's is %d; give token shards",
+            name.c_str(), kByteVocab, kGpt2Vocab, vocab_));
 }
 
 Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenizer) {
@@ -176,10 +179,9 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
                  format("truncated: expected a header of %zu bytes, found a file of %zu",
                         kHeaderBytes, file.size));
     if (header.version != 1)
-        throw Error(
-            format("%s: wrong version at offset 4: expected 1, found %d; "
-                   "write the shard again as version 1",
-                   path.c_str(), header.version));
+        throw Error(format(
+            "%s: wrong version at offset 4: expected 1, found %d; convert the shard to version 1",
+            path.c_str(), header.version));
     file.require(header.tokens >= 0,
                  format("damaged header: number of tokens at offset 8: expected 0..%d, found %d",
                         INT_MAX, header.tokens));
@@ -218,8 +220,8 @@ Loader::Loader(const Source& source, const LoaderOptions& options, const Tokeniz
     }
     if (windows_ == 0)
         throw Error(format(
-            "%s: too little data: %zu tokens in %zu %s, but a sequence needs %zu of one file; "
-            "choose a smaller -t",
+            "%s: too little data: %zu tokens in %zu %s, but a sequence needs %zu from the same "
+            "file; use a smaller -t",
             source.name.c_str(), tokens_, shards_.size(), shards_.size() == 1 ? "file" : "files",
             T_ + 1));
     description_ = describe(source);
@@ -333,10 +335,10 @@ int Loader::checked_id(uint16_t token, const Shard& shard, uint64_t position) co
     const int limit = vocab_ == kByteVocab ? kByteEndOfText : vocab_;
     if (token < limit)
         return token;
-    throw Error(
-        format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; "
-               "train a model with a larger vocabulary on this data",
-               shard.path.c_str(), kHeaderBytes + position * sizeof(uint16_t), limit, token));
+    throw Error(format(
+        "%s: token at offset %zu: expected 0..%d (the model's vocabulary), found %d; use a model "
+        "with a larger vocabulary",
+        shard.path.c_str(), kHeaderBytes + position * sizeof(uint16_t), limit - 1, token));
 }
 
 void Loader::advance() {
@@ -367,10 +369,10 @@ void Loader::skip(uint64_t batches) {
 
 void Loader::restore(const LoaderState& state) {
     if (state.window >= windows_)
-        throw Error(
-            format("%s: an epoch has %zu windows, but the checkpoint is at window %zu; "
-                   "resume with the data that it was trained on",
-                   description_.c_str(), windows_, state.window));
+        throw Error(format(
+            "%s: an epoch has %zu sequences, but the checkpoint is at sequence %zu; resume with "
+            "the data that the run began with",
+            description_.c_str(), windows_, state.window));
     state_ = state;
     begin_epoch();
 }

@@ -17,7 +17,7 @@ void check_is_text(const std::string& text, const std::string& path) {
     };
     // UTF-32's byte order mark starts with UTF-16's, so UTF-32 is tested first.
     static constexpr Format kFormats[] = {
-        {0, "\x93NUMPY"sv, "a NumPy array", "write its ids as token shards"},
+        {0, "\x93NUMPY"sv, "a NumPy array", "convert its token ids to token shards"},
         {7, "\0{"sv, "safetensors",
          "give text or token shards; scripts/hf.py import reads a model"},
         {0, "\xFF\xFE\0\0"sv, "UTF-32 text", "convert it to UTF-8"},
@@ -29,7 +29,7 @@ void check_is_text(const std::string& text, const std::string& path) {
         {0, "\xFD\x37zXZ"sv, "xz", "unpack it"},
         {0, "\x28\xB5\x2F\xFD"sv, "zstd", "unpack it"},
         {0, "PK\3\4"sv, "a zip archive", "unpack it"},
-        {0, "PAR1"sv, "Parquet", "let data/prepare.py make token shards of it"},
+        {0, "PAR1"sv, "Parquet", "convert it to token shards with data/prepare.py"},
         {0, "%PDF-"sv, "a PDF", "convert it to text"},
     };
     for (const Format& f : kFormats) {
@@ -43,7 +43,8 @@ void check_is_text(const std::string& text, const std::string& path) {
     const size_t zero = text.find('\0');
     if (zero != std::string::npos)
         throw Error(format(
-            "%s: is not text: there is a zero byte at offset %zu; give UTF-8 text or token shards",
+            "%s: is not text, because there is a zero byte at offset %zu; give UTF-8 text or token "
+            "shards",
             path.c_str(), zero));
 }
 

@@ -162,7 +162,7 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
         return;
     if (access(path.c_str(), F_OK) < 0)
         throw Error(path + ": cannot open: " + std::strerror(errno) +
-                    "; data/prepare.py writes GPT-2's");
+                    "; data/prepare.py writes GPT-2's tokenizer file");
 
     const InputFile file(path);
     uint32_t header[kHeaderInts];
@@ -177,10 +177,10 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
                    "give llm.c's gpt2_tokenizer.bin",
                    path.c_str(), kTokenizerMagic, magic));
     if (version != 1 && version != 2)
-        throw Error(
-            format("%s: wrong version at offset 4: expected 1 or 2, found %u; "
-                   "write the file again with llm.c's train_gpt2.py",
-                   path.c_str(), version));
+        throw Error(format(
+            "%s: wrong version at offset 4: expected 1 or 2, found %u; write the file again with "
+            "data/prepare.py",
+            path.c_str(), version));
 
     const size_t bytes = file.size - kHeaderBytes;
     const size_t most = std::min<size_t>(bytes, 65536);  // a shard's tokens have 16 bits
@@ -296,7 +296,7 @@ void Tokenizer::encode_word(const std::string& word, std::vector<int>& tokens) c
         const size_t end = part_end[begin];
         const int token = find_id(word.substr(begin, end - begin));
         if (token < 0)
-            throw Error(format("%s: no token for byte 0x%02x; give GPT-2's tokenizer file",
+            throw Error(format("%s: has no token for byte 0x%02x; give GPT-2's tokenizer file",
                                path_.c_str(), static_cast<unsigned char>(word[begin])));
         tokens.push_back(token);
         begin = end;
@@ -309,7 +309,8 @@ std::vector<int> Tokenizer::encode(const std::string& text, int vocab,
         return encode_bytes(text);
     if (pieces_.size() > static_cast<size_t>(vocab))
         throw Error(format(
-            "%s: %zu tokens, but the model's vocabulary is %d; give the tokenizer of this model",
+            "%s: has %zu tokens, but the model's vocabulary has %d; give the tokenizer of this "
+            "model",
             path_.c_str(), pieces_.size(), vocab));
     check_utf8(text, name);
 

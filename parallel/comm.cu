@@ -24,16 +24,16 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
         return;
     const std::string error = nccl_error(status, nullptr);
     throw Error(
-        format("%s:%d: %s in %s (NCCL_DEBUG=INFO says more)", file, line, error.c_str(), what));
+        format("%s:%d: %s in %s; NCCL_DEBUG=INFO prints more", file, line, error.c_str(), what));
 }
 #define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
 
 #else
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-#define NCCL_CHECK(call)                                                                 \
-    throw Error(                                                                         \
-        "built without NCCL, which several GPUs need: install libnccl-dev or give make " \
-        "NCCL_HOME=…")
+#define NCCL_CHECK(call)                                                                         \
+    throw Error(                                                                                 \
+        "this program was built without NCCL, which several GPUs need; install libnccl-dev and " \
+        "build it again, or build it with make NCCL_HOME=DIR")
 using ncclUniqueId = char[128];
 #endif
 

@@ -42,8 +42,9 @@ int number(const char* name, int low, int high) {
     const bool ends_here = *end == '\0' || *end == '(' || *end == ',';
     if (error == std::errc() && ends_here && value >= low && value <= high)
         return value;
-    throw UsageError(format("environment: %s is \"%s\", not a number from %d to %d", name,
-                            text.c_str(), low, high));
+    throw UsageError(
+        format("the environment variable %s is \"%s\", but it must be a number from %d to %d", name,
+               text.c_str(), low, high));
 }
 
 // The environment variables by which a launcher tells a process which rank it is.
@@ -151,8 +152,8 @@ RankInfo rank_from_environment() {
     const bool on_one_machine = self.local_size == self.size;
     if (!on_one_machine || is_set("MASTER_PORT"))
         throw UsageError(
-            "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, "
-            "or use --gpus N");
+            "the ranks cannot find each other; set MASTER_ADDR to rank 0's host and MASTER_PORT to "
+            "a free port there, or use --gpus N on a single machine");
     if (self.job.empty())
         self.job = std::to_string(getppid());  // MPICH sets none
     self.address = "127.0.0.1";
@@ -225,7 +226,9 @@ Processes start_ranks(int count, const sigset_t& signal_mask, char** argv) {
     for (int rank = 0; rank < count; rank++) {
         const pid_t pid = fork();
         if (pid < 0)
-            throw Error(format("--gpus: cannot start rank %d: %s", rank, std::strerror(errno)));
+            throw Error(
+                format("--gpus: cannot start rank %d: %s; check the limit on processes (ulimit -u)",
+                       rank, std::strerror(errno)));
         if (pid == 0)
             become_rank(rank, parent, signal_mask, argv);
         running[pid] = rank;
@@ -266,7 +269,7 @@ bool decides_exit_code(const Ended& process, int code_so_far) {
 void print_failure(int rank, const Ended& process) {
     const std::string how = process.signal ? format("was killed by signal %d (%s)", process.signal,
                                                     strsignal(process.signal))
-                                           : format("ended with exit code %d", process.code);
+                                           : format("exited with code %d", process.code);
     print_error(format("train_gpt2cu: rank %d (pid %d) %s", rank, process.pid, how.c_str()));
 }
 

@@ -14,7 +14,7 @@ ProcessGroup::ProcessGroup(const RankInfo& self, int size)
         return;
     const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
     if (null < 0 || dup2(null, STDOUT_FILENO) < 0)
-        throw Error("cannot open /dev/null");
+        throw file_error("/dev/null", "open", errno);
     close(null);
 }
 
@@ -35,6 +35,7 @@ int ProcessGroup::device(int gpus) const {
         return 0;
     if (local_rank < gpus)
         return local_rank;
-    throw Error(format("rank %d is local rank %d, but this machine has %d GPUs: start fewer ranks",
-                       rank, local_rank, gpus));
+    throw Error(
+        format("rank %d is local rank %d, but this machine has %d GPUs; start fewer ranks on it",
+               rank, local_rank, gpus));
 }

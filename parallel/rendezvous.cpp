@@ -188,7 +188,7 @@ std::string differences(const Hellos& hellos) {
     }
     if (found.empty())
         return "";
-    return "the ranks of a job must have the same program, arguments and data" + found;
+    return "all ranks of a job must have the same program, arguments and data" + found;
 }
 
 class Rank0 {
@@ -212,7 +212,8 @@ class Rank0 {
             is_complete()
                 ? differences(hellos_)
                 : format(
-                      "of %d ranks these did not connect to port %d within %.0f s: %s; refused: %s",
+                      "these of the %d ranks did not connect to port %d within %.0f s: %s; check "
+                      "that they have been started and can reach it (last connection refused: %s)",
                       self_.size, self_.port, timeout, missing_ranks().c_str(),
                       last_refusal_.c_str());
         const std::string answer = make_answer(problem, nccl_id);
@@ -265,7 +266,7 @@ class Rank0 {
         const std::optional<Hello> hello = decode(stranger->received);
         if (!hello || hello->job != self_.job) {
             last_refusal_ =
-                "a connection did not send this job's name; set the same GPT2_JOB on all ranks";
+                "it did not send this job's name, so set the same GPT2_JOB on all ranks";
             strangers_.erase(stranger);
             return;
         }
@@ -273,7 +274,8 @@ class Rank0 {
         const int rank = hello->rank;
         if (rank <= 0 || rank >= self_.size || hellos_.contains(rank)) {
             last_refusal_ = format(
-                "rank %d is one too many; start all ranks with the same number, and each once",
+                "rank %d has connected already or is not below the number of ranks; start each "
+                "rank once, all of them with the same number of ranks",
                 rank);
             stranger->send_all(make_answer(last_refusal_, ""));
             strangers_.erase(stranger);
@@ -316,7 +318,7 @@ std::string ask_rank_0(const RankInfo& self, const Hello& own, double timeout) {
             }
             if (is_answer(s.received))
                 return s.received;
-            why = "what answers there is not rank 0 of this job, or it has failed";
+            why = "another program answered, or rank 0 has failed";
         }
         usleep(50000);
     }

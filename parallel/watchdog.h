@@ -29,8 +29,8 @@ class Watchdog {
         try {
             thread_ = std::thread([this] { watch(); });
         } catch (const std::system_error& e) {
-            print_error("train_gpt2cu: " + title_() + ": no thread for the watchdog (" + e.what() +
-                        "): nothing will end this rank if it hangs; raise ulimit -u");
+            print_error("train_gpt2cu: " + title_() + ": cannot start the watchdog thread (" +
+                        e.what() + "), so nothing will end this rank if it hangs; raise ulimit -u");
         }
     }
 
@@ -85,11 +85,11 @@ class Watchdog {
 
             std::string failure = error_ ? error_() : "";
             if (timeout_ > 0 && idle > timeout_)
-                failure = format("no progress for %.0f s", timeout_);
+                failure = format("no progress for %.0f s (--timeout)", timeout_);
             if (failure.empty())
                 continue;
 
-            print_error("train_gpt2cu: " + title_() + ": " + failure + "; the job ends");
+            print_error("train_gpt2cu: " + title_() + ": " + failure + "; ending the job");
             _exit(1);
         }
     }

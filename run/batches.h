@@ -42,10 +42,9 @@ inline Loader training_loader(const Options& o, const Source& source, int vocabu
                    .seed = uint64_t(o.seed)},
                   tokenizer);
     if (loader.windows() < uint64_t(o.B))
-        throw Error(
-            format("%s: only %zu sequences of %d tokens, but a batch needs %d: use a smaller -b or "
-                   "-t",
-                   source.name.c_str(), loader.windows(), o.T, o.B));
+        throw Error(format(
+            "%s: has only %zu sequences of %d tokens, but a batch needs %d; use a smaller -b or -t",
+            source.name.c_str(), loader.windows(), o.T, o.B));
     return loader;
 }
 

@@ -148,8 +148,9 @@ constexpr int kStateVersion = 2;
 constexpr char kVersion1Magic[] = "gpt2stat";  // the format before this one
 constexpr size_t kMostHeadBytes = 1 << 16;
 constexpr char kChecksumLine[] = "\nchecksum: ";  // starts with the end of the line before it
-constexpr char kResumeFromAnother[] = "resume from another checkpoint or start over";
-constexpr char kOtherProgram[] = "resume with the program that wrote it";
+constexpr char kResumeFromAnother[] =
+    "remove it and its model to resume from the previous checkpoint";
+constexpr char kOtherProgram[] = "resume with the version of the program that wrote it";
 
 std::string line(const std::string& name, const std::string& value) {
     return name + ": " + value + "\n";
@@ -184,7 +185,7 @@ struct Head {
         const auto found = values.find(name);
         const std::string value = found == values.end() ? "nothing" : found->second;
         if (value.empty() || value.find_first_not_of("0123456789") != std::string::npos)
-            refuse(path, "damaged head: " + name, "a number", value, kResumeFromAnother);
+            refuse(path, "damaged header: " + name, "a number", value, kResumeFromAnother);
         return std::strtoull(value.c_str(), nullptr, 10);
     }
 };
@@ -196,7 +197,7 @@ Head read_head(const InputFile& file) {
         refuse(file.path, "wrong version at offset 8", kStateVersion, "1", kOtherProgram);
     if (!text.starts_with(kStateTitle))
         refuse(file.path, "wrong magic at offset 0", kStateTitle, "something else",
-               "give a state file");
+               kResumeFromAnother);
     const int version = std::atoi(text.c_str() + kStateTitle.size());
     if (version != kStateVersion)
         refuse(file.path, format("wrong version at offset %zu", kStateTitle.size()), kStateVersion,
@@ -207,7 +208,7 @@ Head read_head(const InputFile& file) {
     const size_t checksum_line = text.rfind(kChecksumLine, digits_end);
     if (digits_end == std::string::npos || checksum_line == std::string::npos)
         refuse(file.path, "truncated or damaged",
-               "a head that ends in a checksum and an empty line", "none", kResumeFromAnother);
+               "a header that ends with a checksum and an empty line", "none", kResumeFromAnother);
     const size_t digits = checksum_line + std::strlen(kChecksumLine);
     const size_t text_end = checksum_line + 1;  // after the line end with which it starts
 
@@ -289,15 +290,16 @@ StateFile::StateFile(const std::string& path, const Identity& identity, size_t o
         head, "identity ", identity.fields, identity.implied,
         [&](const std::string& name, const std::string& stored, const std::string& mine) {
             check_whole_file();
-            throw Error(
-                format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this "
-                       "run has \"%s\"; give another -o",
-                       path.c_str(), name.c_str(), stored.c_str(), mine.c_str()));
+            throw Error(format(
+                "%s: the checkpoint and this run have different settings: %s is \"%s\" in the "
+                "checkpoint, but \"%s\" in this run; resume with the same settings, or give "
+                "another -o",
+                path.c_str(), name.c_str(), stored.c_str(), mine.c_str()));
         });
     if (stored_bytes != optimizer_bytes) {
         check_whole_file();
-        refuse(path, "optimizer", format("%zu bytes", optimizer_bytes), stored_bytes,
-               "resume with the same settings");
+        refuse(path, "wrong size of the optimizer state", format("%zu bytes", optimizer_bytes),
+               stored_bytes, "resume with the same settings");
     }
     for_each_difference(
         head, "recipe ", identity.recipe, {},
@@ -412,15 +414,15 @@ int checkpoint_to_resume(const std::string& dir) {
     }
     if (!without_state.empty())
         throw Error(format(
-            "%s: the training state that -y needs (such as %s) is missing; bring it back, move "
-            "these models elsewhere, or start from one of them with -e and another -o",
+            "%s: the training state that -y needs (such as %s) is missing; restore it, move these "
+            "models elsewhere, or start from one of them with -e and another -o",
             without_state.c_str(), state_name(files.newest_model()).c_str()));
     // A run that is killed before its first model leaves one state. More of them belong to models
     // that somebody has moved.
     if (files.models.empty() && files.states.size() > 1)
-        throw Error(
-            format("%s: has %zu states and no model; bring the models back, or give another -o",
-                   dir.c_str(), files.states.size()));
+        throw Error(format(
+            "%s: has %zu training states but no model; restore the models, or give another -o",
+            dir.c_str(), files.states.size()));
     return -1;
 }
 
@@ -437,8 +439,11 @@ void remove_leftovers(const std::string& dir) {
         if (of_a_killed_run && step > files.newest_model())
             remove_file(path);
         else
-            std::fprintf(stderr, "%s: has no model beside it, and is left as it is\n",
-                         path.c_str());
+            std::fprintf(
+                stderr,
+                "warning: %s: the model that belongs to this training state is missing; the state "
+                "is kept\n",
+                path.c_str());
     }
 }
 

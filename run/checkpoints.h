@@ -119,12 +119,12 @@ class Checkpoints {
     // What to say if training cannot continue.
     std::string last_good() const {
         const std::string path = saved_step_ < 0 ? "none" : model_path(o_.output_dir, saved_step_);
-        return "last good checkpoint: " + path + "; a lower -l or a longer -u may help";
+        return "last good checkpoint: " + path + "; try a lower -l or a longer -u";
     }
 
   private:
     static constexpr char kRemove[] =
-        "remove it and its state to resume from the checkpoint before";
+        "remove it and its training state to resume from the previous checkpoint";
 
     // Training waits for the snapshot and, if the previous checkpoint is still being written, for
     // that.
@@ -160,7 +160,8 @@ class Checkpoints {
         // save_at_the_end() may write a step twice. The second try may overwrite what the first
         // left.
         if (tried_step_ != step && access(model_file.c_str(), F_OK) == 0)
-            throw Error(model_file + ": is not this run's, and is not overwritten; move it away");
+            throw Error(model_file +
+                        ": exists already, but this run has not written it; move it elsewhere");
         tried_step_ = step;
 
         log_.sync();  // so that no checkpoint is ahead of its log, whatever happens
@@ -237,12 +238,12 @@ class Checkpoints {
         if (!state->recipe_changes.empty())
             std::printf("changed since the checkpoint: %s\n", state->recipe_changes.c_str());
         if (state->counters.step != uint64_t(step))
-            refuse(state->file.path, "the step in it", step, state->counters.step,
-                   "rename it and its model back to the step at which they were written");
+            refuse(state->file.path, "the step in the file", step, state->counters.step,
+                   "rename it and its model to that step");
         const ModelHeader header = read_model_header(path);
         const ModelHeader mine = my_header();
         if (std::memcmp(&header, &mine, sizeof header))
-            refuse(path, "a model", description(mine), description(header), kRemove);
+            refuse(path, "wrong model", description(mine), description(header), kRemove);
         return state;
     }
 

@@ -8,7 +8,7 @@ constexpr int32_t kMagic = 20240522;
 constexpr int32_t kVersion = 1;
 constexpr uint16_t kStart = 65535;
 constexpr int kMostEndings = 64;
-constexpr char kMakeAgain[] = "make the file with data/hellaswag.py";
+constexpr char kMakeAgain[] = "make the file again with data/hellaswag.py";
 
 // Reads the examples behind the header, one number after another. Every read says which range it
 // expects.
@@ -98,6 +98,6 @@ std::vector<Question> read_questions(const std::string& path, int vocab, int max
         refuse(path, "too long", format("%zu bytes for %d examples", expected, examples), file.size,
                kMakeAgain);
     if (questions.empty())
-        throw Error(format("%s: no examples", path.c_str()));
+        throw Error(format("%s: has no examples; %s", path.c_str(), kMakeAgain));
     return questions;
 }

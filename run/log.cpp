@@ -296,7 +296,7 @@ Row& Row::add(const char* key, double value) {
 
 void Log::open(const std::string& path, bool append) {
     const int flags = O_WRONLY | O_APPEND | O_CREAT | (append ? 0 : O_TRUNC);
-    file_ = std::make_unique<HeldFile>(path, flags, "rows still go into the old file");
+    file_ = std::make_unique<HeldFile>(path, flags, "rows are still written to the old file");
 }
 
 void Log::write(const Row& row) {
@@ -355,7 +355,7 @@ void Log::truncate_after(const std::string& path, long long step) {
     const std::string text = InputFile(path).read_all();
     const auto [kept, damaged] = rows_until(text, step);
     if (damaged > 0)
-        std::fprintf(stderr, "%s: dropped %d %s not JSON\n", path.c_str(), damaged,
+        std::fprintf(stderr, "warning: %s: dropped %d %s not JSON\n", path.c_str(), damaged,
                      damaged == 1 ? "row that was" : "rows that were");
 
     if (kept == text)

@@ -76,13 +76,14 @@ void allocate_or_explain(Model& model) {
         return model.allocate();
 
     const int b = largest_batch(model, free_bytes);
-    std::string advice = b > 0 ? format("-b %d would fit", b)
-                               : "not even -b 1 fits: use a smaller -t, a smaller model, or more "
-                                 "GPUs with --context-parallel";
+    std::string advice =
+        b > 0 ? format("-b %d would fit", b)
+              : "not even -b 1 would fit, so use a smaller -t, a smaller model, or more GPUs with "
+                "--context-parallel";
     if (model.training && model.recompute < kRecomputeNorms)
         advice += "; --recompute 2 needs less";
-    throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
-                             model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB,
-                             model.B, model.sequence_length(), by_arena(model, kGiB, 2).c_str(),
-                             advice.c_str()));
+    throw OutOfMemory(format(
+        "out of memory: %s has %.2f GiB free, but the model needs %.2f GiB at B=%d T=%d (%s); %s",
+        model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
+        model.sequence_length(), by_arena(model, kGiB, 2).c_str(), advice.c_str()));
 }

@@ -74,7 +74,7 @@ double number(const Option& option, const std::string& text) {
     check_value(option, text, std::isfinite(static_cast<float>(value)), "is not a finite number");
     check_value(option, text, in_range(value, range) && (!is_int || std::fabs(value) <= INT_MAX),
                 "is out of range " + range);
-    check_value(option, text, !underflows, "is too small: a float would make 0 of it");
+    check_value(option, text, !underflows, "is too small: as a float it would be 0");
     return value;
 }
 
@@ -176,7 +176,8 @@ Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& tab
         if (!option)
             fail_unknown(name);
         if (std::find(given.begin(), given.end(), option) != given.end())
-            throw UsageError(format("%s is given twice: leave out one", title(*option).c_str()));
+            throw UsageError(
+                format("%s is given twice; leave out one of them", title(*option).c_str()));
         given.push_back(option);
 
         std::string value = "1";

@@ -9,8 +9,10 @@
 
 // The last arguments are the ends of the warnings by warn_if_replaced().
 OutputDir::OutputDir(const std::string& path)
-    : directory(path, O_PATH | O_DIRECTORY, "checkpoints go where its path leads now"),
-      lock(path + "/run.lock", O_RDWR | O_CREAT, "another run could write to this directory too") {
+    : directory(path, O_PATH | O_DIRECTORY,
+                "checkpoints are written to whatever has this path now"),
+      lock(path + "/run.lock", O_RDWR | O_CREAT,
+           "other runs are no longer kept from writing to this directory") {
     const int failed = uninterrupted([&] { return flock(lock.fd, LOCK_EX | LOCK_NB); });
     if (failed && errno == EWOULDBLOCK)
         throw Error(lock.path +
@@ -22,8 +24,7 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
     if (error)
-        throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(),
-                           error.message().c_str()));
+        throw file_error(o.output_dir, "create the directory", error.value());
     check_regular(o.output_dir + "/run.lock");
     auto output = std::make_unique<OutputDir>(o.output_dir);
     if (o.resume) {
@@ -37,6 +38,7 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     if (stat(log_path.c_str(), &log) && errno != ENOENT)
         throw file_error(log_path, "find", errno);
     if (log.st_size > 0 || newest_model(o.output_dir) >= 0)
-        throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
+        throw Error(o.output_dir +
+                    ": already contains a run; add -y to resume it, or give another -o");
     return output;
 }

@@ -99,7 +99,7 @@ inline int check_stdout(int code) {
     if (std::fflush(stdout) == 0 && !std::ferror(stdout))
         return code;
     std::fputs(
-        "train_gpt2cu: stdout: a line could not be written; free some space or send it elsewhere\n",
+        "train_gpt2cu: stdout: not everything could be written; free some space or redirect it\n",
         stderr);
     return code != 0 ? code : 1;
 }

@@ -76,10 +76,10 @@ inline bool can_generate(int V) {
 inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::string& prompt,
                                       int V) {
     if (!can_generate(V))
-        throw Error(
-            format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at "
-                   "least %d tokens",
-                   V, kByteVocab, kGpt2Vocab));
+        throw Error(format(
+            "this model's vocabulary of %d tokens has no <|endoftext|> to start a text with; give "
+            "a model with %d or at least %d tokens",
+            V, kByteVocab, kGpt2Vocab));
     std::vector<int> context = tokenizer.encode_prompt(prompt, V, "--prompt");
     context.insert(context.begin(), end_of_text_id(V));
     return context;

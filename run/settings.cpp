@@ -224,16 +224,16 @@ int modes_that_use(const std::string& option) {
 
 void check_all_are_used(const Options& o, const std::vector<Option>& table) {
     Mode mode = kTrain;
-    const char* beginning = "a run that trains";  // of the message
+    const char* beginning = "a training run";  // of the message
     if (o.eval_only) {
         mode = kEvaluate;
-        beginning = "--eval-only validates the model of -e on -j, and";
+        beginning = "--eval-only just validates the -e model on the -j data, and";
     } else if (o.generate > 0) {
         mode = kGenerate;
-        beginning = "--generate writes texts on one device, and";
+        beginning = "--generate only generates text, on one device, and";
     } else if (o.profile > 0) {
         mode = kProfile;
-        beginning = "--profile writes nothing, and";
+        beginning = "--profile writes no files, and";
     }
 
     std::string unused;
@@ -241,7 +241,7 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table) {
         if (option.given && (modes_that_use(option.name) & mode) == 0)
             unused += (unused.empty() ? "" : ", ") + title(option);
     if (!unused.empty())
-        throw UsageError(format("%s would ignore: %s; leave that out", beginning, unused.c_str()));
+        throw UsageError(format("%s would ignore %s; leave that out", beginning, unused.c_str()));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -251,21 +251,21 @@ void check_ranks(const Options& o, const RankInfo& self, int gpus, const std::st
     const int ranks = std::max(o.gpus, self.size);
     const int context = o.context_parallel;
     if (ranks % context != 0)
-        throw UsageError(format("--context-parallel %d does not divide --gpus %d: use --gpus %d",
+        throw UsageError(format("--context-parallel %d does not divide --gpus %d; use --gpus %d",
                                 context, ranks, (ranks / context + 1) * context));
     if (context > 1 && !o.hellaswag.empty())
-        throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
+        throw UsageError("--hellaswag needs whole sequences; leave out --context-parallel");
     if (o.gpus > 0 && self.size > 1 && o.gpus != self.size)
-        throw UsageError(format("--gpus %d, but the launcher started %d ranks: leave out --gpus",
+        throw UsageError(format("--gpus is %d, but the launcher started %d ranks; leave out --gpus",
                                 o.gpus, self.size));
     if (o.generate > 0 && ranks > 1)
-        throw UsageError("--generate runs on one GPU: leave out --gpus");
+        throw UsageError("--generate runs on one GPU; leave out --gpus");
     if (ranks == 1 || o.memory)
         return;
     if (o.device == "cpu")
-        throw UsageError("--device cpu runs as one process: leave out --gpus");
+        throw UsageError("--device cpu runs as one process; leave out --gpus");
     if (gpus == 0)
-        throw Error("several ranks need a GPU each: " + why_no_gpu);
+        throw Error("each rank needs a GPU of its own: " + why_no_gpu + "; leave out --gpus");
     NcclComm::version();  // throws if this program was built without NCCL
 }
 
@@ -278,8 +278,9 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int ranks) {
         o.T = std::min(max_T, on_cpu && !o.eval_only ? 64 : 1024);
     const int chunks = 2 * context;  // of a sequence (attention/ring/ring.h)
     if (context > 1 && o.T % chunks != 0)
-        throw UsageError(format("--tokens %d is not a multiple of 2·--context-parallel: use -t %d",
-                                o.T, std::max(1, o.T / chunks) * chunks));
+        throw UsageError(
+            format("--tokens %d is not a multiple of twice --context-parallel; use -t %d", o.T,
+                   std::max(1, o.T / chunks) * chunks));
 
     const long long micro_batch = static_cast<long long>(o.B) * o.T;
     const long long least = micro_batch * groups;  // tokens per step
@@ -287,21 +288,22 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int ranks) {
         format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, groups);
     if (micro_batch > INT_MAX / 4)  // the encoder's plan has over 3 ints a row, and counts in ints
         throw UsageError(product +
-                         " is too many tokens for a micro-batch: use a smaller -b with -d");
+                         " is too many tokens for a micro-batch; use a smaller -b with -d");
     if (least > INT_MAX)
-        throw UsageError(product + " is too many tokens for a step: use a smaller -b");
+        throw UsageError(product + " is too many tokens for a step; use a smaller -b");
     if (o.tokens_per_step == 0)
         o.tokens_per_step = static_cast<int>(least);
     if (o.tokens_per_step % least != 0)
-        throw UsageError(format("--tokens-per-step %d is not a multiple of %s", o.tokens_per_step,
-                                product.c_str()));
+        throw UsageError(format("--tokens-per-step %d is not a multiple of %s; use -d %lld",
+                                o.tokens_per_step, product.c_str(),
+                                std::max(1LL, o.tokens_per_step / least) * least));
 
     // The optimizer is sharded across all ranks, also those that share a sequence.
     if (o.zero < 0)
         o.zero = ranks > 1 && can_shard(C, ranks) ? 1 : 0;
     if (o.zero > 0 && ranks > 1 && !can_shard(C, ranks))
-        throw UsageError(
-            format("--zero 1: %d channels do not divide among %d ranks: use --zero 0", C, ranks));
+        throw UsageError(format(
+            "--zero 1: %d channels do not divide evenly among %d ranks; use --zero 0", C, ranks));
     if (o.lr < 0)
         o.lr = C < 256 ? 2e-3f : 3e-4f;
 }

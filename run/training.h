@@ -135,10 +135,9 @@ struct Run {
             const std::vector<uint64_t> hashes = ranks.all_gather(hash);
             for (int r = 1; r < ranks.size; r++)
                 if (hashes[r] != hashes[0])
-                    throw Error(
-                        format("%s: rank %d has different bytes than rank 0; give every "
-                               "rank the same files",
-                               name, r));
+                    throw Error(format(
+                        "the %s of rank %d differ from rank 0's; give every rank the same files",
+                        name, r));
         }
     }
 
@@ -211,7 +210,7 @@ struct Run {
         const std::string what = format("step %d: loss %g, gradient norm %g", step + 1,
                                         statistics.loss, statistics.norm);
         check_parameters(model, what, checkpoints.last_good());
-        throw Error(what + "; nothing was updated; " + checkpoints.last_good());
+        throw Error(what + "; the model was not updated; " + checkpoints.last_good());
     }
 
     // ---------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ struct Run {
                     evaluation.floor().c_str(), report.tokens_per_second());
 
         if (o.output_dir.empty()) {
-            std::puts("nothing was kept: -o DIR keeps model and log");
+            std::puts("nothing was saved; -o DIR saves the model and the log");
             return;
         }
         std::string next = "the same command with -y, to continue this run";

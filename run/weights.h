@@ -65,8 +65,8 @@ void check_parameters(Model& model, const std::string& what, const std::string& 
         const auto* x = static_cast<const typename Model::X*>(model.params.at(i));
         const size_t bad = count_nonfinite(model.dev, model.workspace().scratch, x, t.elements());
         if (bad > 0)
-            throw Error(format("%s: not finite: %s (%zu of %zu elements); %s", what.c_str(), t.name,
-                               bad, t.elements(), advice.c_str()));
+            throw Error(format("%s: %s: %zu of %zu elements are not finite; %s", what.c_str(),
+                               t.name, bad, t.elements(), advice.c_str()));
     }
 }
 

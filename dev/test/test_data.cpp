@@ -446,11 +446,11 @@ TEST(states_of_other_runs) {
         Fields fields;
         std::string error;
     } cases[] = {{{fields[0], fields[1], fields[2], fields[3], {"T", "64"}},
-                  "T: the checkpoint has \"nothing\", this run has \"64\""},
+                  "T is \"nothing\" in the checkpoint, but \"64\" in this run"},
                  {{fields[1], fields[2], fields[3]},
-                  "model: the checkpoint has \"d12\", this run has \"nothing\""},
+                  "model is \"d12\" in the checkpoint, but \"nothing\" in this run"},
                  {{fields[0], {"B", "8"}, fields[2], fields[3]},
-                  "B: the checkpoint has \"4\", this run has \"8\""}};
+                  "B is \"4\" in the checkpoint, but \"8\" in this run"}};
     for (const auto& c : cases) {
         std::string optimizer(kOptimizer.size(), '?');
         CHECK_ERROR(read_state(path, {c.fields}, optimizer), c.error);
@@ -468,7 +468,7 @@ TEST(states_that_are_older_than_a_field) {
     newer.fields.push_back({"optimizer", "muon"});
     std::string optimizer(kOptimizer.size(), '?');
     CHECK_ERROR(read_state(path, newer, optimizer),
-                "optimizer: the checkpoint has \"adamw\", this run has \"muon\"");
+                "optimizer is \"adamw\" in the checkpoint, but \"muon\" in this run");
     newer.fields.back().value = "adamw";
     read_state(path, newer, optimizer);
     CHECK(optimizer == kOptimizer);
@@ -646,10 +646,10 @@ TEST(tokenizer_refuses_what_is_not_utf8) {
 TEST(tokenizers_that_do_not_fit_are_named) {
     const std::string path = folder() + "/tokenizer.bin";
     write_file(path, tokenizer_file(2, {"a", "bc", ""}));
-    CHECK_ERROR(Tokenizer(path).encode("a b", 50257, ""), path + ": no token for byte 0x20");
+    CHECK_ERROR(Tokenizer(path).encode("a b", 50257, ""), path + ": has no token for byte 0x20");
     write_file(path, tokenizer_file(2, Strings(50258, "a")));
     CHECK_ERROR(Tokenizer(path).encode("a", 50257, ""),
-                path + ": 50258 tokens, but the model's vocabulary is 50257");
+                path + ": has 50258 tokens, but the model's vocabulary has 50257");
 }
 
 // GPT-2's pattern takes these seven endings from what follows them, whatever that is, and no
@@ -732,7 +732,7 @@ TEST(choices_errors) {
     for (const char* more : {"x", "xx"})
         file.check(file.bytes + more, format("too long: expected %zu bytes", file.bytes.size()));
     write_questions(file.path, {});
-    CHECK_ERROR(file.read(file.path), file.path + ": no examples");
+    CHECK_ERROR(file.read(file.path), file.path + ": has no examples");
 
     // Without a token there is nothing to predict, and nothing to predict it from.
     write_questions(file.path, {{1, 0, {}, {{1}, {2}}}});
@@ -917,7 +917,7 @@ TEST(loader_continues_from_any_point) {
 
 TEST(loader_refuses_a_window_past_the_end) {
     TestLoader loader(write_shards(kShards), {.B = 4, .T = 4});
-    CHECK_ERROR(loader.restore({.window = 30}), "window 30");
+    CHECK_ERROR(loader.restore({.window = 30}), "sequence 30");
 }
 
 // Checkpoints hold a position in the order, so that it can never change. When it was chosen, the
@@ -986,8 +986,8 @@ TEST(data_that_cannot_be_used_is_named) {
     write_shard(here + "/4", counting(4));
     const std::string small = write_shards(std::vector<Tokens>(10, counting(4)));
     const std::pair<std::string, std::string> unusable[] = {
-        {here + "/missing_*.bin", ": no such file"},
-        {"", ": no such file"},
+        {here + "/missing_*.bin", ": there is no such file"},
+        {"", ": there is no such file"},
         {here, ": is a directory"},
         {here + "/4", ": too little data: 4 tokens in 1 file"},
         {small, ": too little data: 40 tokens in 10 files"}};  // no shard has a whole window
@@ -997,7 +997,7 @@ TEST(data_that_cannot_be_used_is_named) {
     write_shard(here + "/file.bin", counting(17));
     CHECK_ERROR(TestLoader(here + "/[bf]*", {.B = 2, .T = 4}), text + ": wrong magic at offset 0");
     CHECK_ERROR(TestLoader(text, {.B = 2, .T = 4, .vocab = 50256}),
-                text + ": text needs a vocabulary of 257 (bytes) or at least 50257");
+                text + ": text needs a model with a vocabulary of 257 (bytes) or at least 50257");
 }
 
 // The second batch has a token past the vocabulary.
@@ -1017,8 +1017,8 @@ TEST(tokens_past_the_vocabulary_are_named) {
         CHECK_ERROR(
             loader.batch(),
             path +
-                format(": token at offset 1044: expected less than the vocabulary of %d, found %d",
-                       c.limit, c.token));
+                format(": token at offset 1044: expected 0..%d (the model's vocabulary), found %d",
+                       c.limit - 1, c.token));
     }
 }
 
@@ -1049,7 +1049,7 @@ TEST(loader_reads_from_memory) {
     const uint64_t before = TestLoader({"my tokens", tokens}, {.T = 4}).identity();
     CHECK(TestLoader({"elsewhere", tokens}, {.B = 2, .T = 3}).identity() == before);
     CHECK_ERROR(TestLoader({"my tokens", tokens}, {.T = 4, .vocab = 256}),
-                "my tokens: text needs a vocabulary of 257");
+                "my tokens: text needs a model with a vocabulary of 257");
     CHECK_ERROR(TestLoader({"my tokens", tokens}, {.T = 41}), "my tokens: too little data: 41");
     tokens[40]++;
     CHECK(TestLoader({"my tokens", tokens}, {.T = 4}).identity() != before);
@@ -1300,11 +1300,11 @@ TEST(git_lfs_pointers_are_named) {
         for (const char* suffix : {"", ".txt", ".lfs"}) {
             const std::string path = file.path + suffix;
             write_file(path, pointer);
-            CHECK_ERROR(file.read(path), path + ": a Git LFS pointer");
+            CHECK_ERROR(file.read(path), path + ": is a Git LFS pointer");
         }
     const std::string path = folder() + "/long.txt";
     write_file(path, pointer);
-    CHECK_ERROR(vocabulary_of(path, false), path + ": a Git LFS pointer");
+    CHECK_ERROR(vocabulary_of(path, false), path + ": is a Git LFS pointer");
 
     // Git LFS makes none that is so long: this is a text that quotes one
     write_file(path, pointer + std::string(1024, 'x'));
@@ -1317,7 +1317,7 @@ TEST(other_paths) {
         const std::string here = fs::path(file.path).parent_path();
         CHECK_ERROR(file.read(none), none + ": ");
         CHECK_ERROR(file.read(here), here + ": ");
-        CHECK_ERROR(file.read("/dev/null"), "/dev/null: not a regular file");
+        CHECK_ERROR(file.read("/dev/null"), "/dev/null: is a pipe or a device");
     }
 }
 

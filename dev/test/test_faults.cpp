@@ -472,9 +472,11 @@ void check_differs(const std::string& command, const std::string& says, void (*c
 // What the ranks' arguments do not show is compared before the first step.
 TEST(a_rank_with_other_files_is_named) {
     const std::string other = write_shard(dir() + "/other.bin", make_tokens(22 * 16 + 1, 2));
-    check_differs("", "parameters: rank 1", [](Options& o) { o.init = model_file(kNoEnd); });
-    check_differs("", ": data: rank 1", [](Options& o) { o.train_data = dir() + "/other.bin"; });
-    check_differs("-j " + other, ": validation data: rank 1",
+    check_differs("", ": the parameters of rank 1",
+                  [](Options& o) { o.init = model_file(kNoEnd); });
+    check_differs("", ": the data of rank 1",
+                  [](Options& o) { o.train_data = dir() + "/other.bin"; });
+    check_differs("-j " + other, ": the validation data of rank 1",
                   [](Options& o) { o.val_data = dir() + "/shard.bin"; });
 }
 

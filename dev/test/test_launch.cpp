@@ -259,16 +259,13 @@ TEST(gpus_starts_and_ends_ranks) {
         int code;
         std::vector<std::string> says;
         int lines;  // of the parent
-    } cases[] = {{"rendezvous", 0, 0, {}, 0},
-                 {"exit", 0, 3, {"rank 1 (pid ", ") ended with exit code 3\n"}, 1},
-                 {"die",
-                  0,
-                  128 + SIGKILL,
-                  {") ended with exit code 4\n", "rank 1 (pid ", "by signal 9 ("},
-                  2},
-                 {"count", SIGINT, 0, {}, 0},
-                 {"sleep", SIGALRM, 128 + SIGALRM, {}, 0},  // as with any process
-                 {"sleep", SIGTERM, 128 + SIGTERM, {"by signal 15 ("}, 1}};
+    } cases[] = {
+        {"rendezvous", 0, 0, {}, 0},
+        {"exit", 0, 3, {"rank 1 (pid ", ") exited with code 3\n"}, 1},
+        {"die", 0, 128 + SIGKILL, {") exited with code 4\n", "rank 1 (pid ", "by signal 9 ("}, 2},
+        {"count", SIGINT, 0, {}, 0},
+        {"sleep", SIGALRM, 128 + SIGALRM, {}, 0},  // as with any process
+        {"sleep", SIGTERM, 128 + SIGTERM, {"by signal 15 ("}, 1}};
     constexpr size_t n = std::size(cases);
     std::vector<Processes> parents(n);
     for (size_t i = 0; i < n; i++)
@@ -490,10 +487,11 @@ TEST(missing_and_wrong_ranks_are_named) {
         std::vector<Rank> ranks;  // all of which end with an error
         std::vector<std::string> says;
     } cases[] = {
-        {{{0, 4}, {2, 4}}, {"of 4 ranks", " 1 s: 1, 3;", "refused: none"}},
-        {{{0, 2}, {2, 3}}, {"refused: rank 2", "rank: rank 2", "is one too many", "same number"}},
+        {{{0, 4}, {2, 4}}, {"of the 4 ranks", " 1 s: 1, 3;", "refused: none"}},
+        {{{0, 2}, {2, 3}}, {"refused: rank 2", "rank: rank 2", "is not below", "same number"}},
         {{{0, 2}, {1, 3}}, {"number of ranks: rank 1 has \"3\", rank 0 has \"2\""}},
-        {{{0, 3}, {1, 3}, {1, 3}}, {"refused: rank 1 is", "is one too many", "each once"}},
+        {{{0, 3}, {1, 3}, {1, 3}},
+         {"refused: rank 1 has connected already", "start each rank once"}},
         {{{1, 2}}, {"cannot reach rank 0 at 127.0.0.1 port ", "MASTER_PORT"}}};
     constexpr size_t n = std::size(cases);
     std::vector<Processes> jobs(n);
@@ -613,9 +611,9 @@ TEST(strangers_at_the_port) {
     flood.check({0});
 
     CHECK_ERROR(rendezvous(rank_info(1, 2, port, "guess"), {}, "", 0.3),
-                "is not rank 0 of this job");
+                "another program answered");
     for (int rank : {-1, 2})
-        CHECK_ERROR(rendezvous(rank_info(rank, 2, port, "secret"), {}, ""), "is one too many");
+        CHECK_ERROR(rendezvous(rank_info(rank, 2, port, "secret"), {}, ""), "start each rank once");
     ranks.start([&] {
         const std::string id = rendezvous(rank_info(1, 2, port, "secret"), {}, "");
         return id == kNcclId ? 0 : 1;

@@ -396,8 +396,8 @@ TEST(files_that_are_not_what_they_should_be_are_refused) {
     });
     for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "})
         check_commands({
-            {1, tiny() + "-x 1 " + option + pointer, pointer + ": a Git LFS pointer"},
-            {1, tiny() + "-x 1 " + option + pipe, pipe + ": not a regular file"},
+            {1, tiny() + "-x 1 " + option + pointer, pointer + ": is a Git LFS pointer"},
+            {1, tiny() + "-x 1 " + option + pipe, pipe + ": is a pipe or a device"},
         });
 }
 
@@ -408,7 +408,7 @@ TEST(output_directories) {
     check_commands({
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
-        {1, tiny() + "-x 1 -o " + earlier, earlier + ": has an earlier run"},
+        {1, tiny() + "-x 1 -o " + earlier, earlier + ": already contains a run"},
     });
     CHECK(read_file(earlier + "/log.jsonl") == "{}\n");
 
@@ -481,7 +481,7 @@ TEST(no_line_is_lost_in_a_pipe_that_does_not_block) {
         CHECK(found.code == expected.code && found.out == expected.out);
     }
     CHECK_RUN(into_full_pipe(tiny() + "-x 3"), 0, "device  ", "step 1/3", "step 3/3",
-              "nothing was kept");
+              "nothing was saved");
 }
 
 TEST(texts_are_streamed) {
@@ -607,7 +607,7 @@ TEST(profile_ends_after_its_steps) {
 // A run ends with the command that comes next, and it works.
 TEST(a_run_says_what_it_does_and_what_is_next) {
     CHECK_RUN(run(tiny() + "-x 3 -a"), 0, "--tokens-per-step 128  --max-steps 3  --overfit\n",
-              "--lr 0.002  --warmup 1\n", " tok/s\nnothing was kept: -o DIR");
+              "--lr 0.002  --warmup 1\n", " tok/s\nnothing was saved; -o DIR");
     const std::string said = run(tiny() + "-x 1 -o " + dir() + "/says").out;
     CHECK_RUN(shell("eval '" + said.substr(said.rfind("next: ") + 6) + "'"), 0, "Once");
 }
