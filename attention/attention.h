@@ -1,4 +1,4 @@
-// The attention contract. call.h says what a call is, and this header which kernels there are.
+// The attention contract. call.h defines a call, and this header lists the kernels.
 //
 // X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to
 // run. Flash kernels allocate nothing of size T². A call that a kernel does not support throws
@@ -37,7 +37,7 @@ void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward
 // The kernels
 
 // A rung of the ladder. Tests and benchmarks run every kernel in the table. A kernel's file leaves
-// out the fields for what the kernel lacks.
+// out the fields that the kernel does not need.
 template <class X>
 struct AttentionKernel {
     const char* name;  // its file's name: "naive", "flash_fp32", …
@@ -45,8 +45,8 @@ struct AttentionKernel {
     bool flash;        // no T×T buffer
     AttentionSupport supports = {};
 
-    // Bytes that forward leaves in `att` for backward, per layer, and of backward's scratch. What
-    // is enough without a mask is enough with one, and with fewer queries or keys.
+    // Bytes that forward saves in `att` for backward, per layer, and bytes of backward's scratch. A
+    // size that is enough without a mask is also enough with one, and for fewer queries or keys.
     size_t (*saved_bytes)(const AttentionShape&) = no_bytes;
     size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;
 
@@ -107,11 +107,11 @@ template <class X>
 AttentionKernels<X> attention_kernels();
 
 // The kernel that `kind` names, where "flash" is the fastest that this GPU can run. Throws Error if
-// X, the GPU or HS does not fit.
+// the kernel does not support X, the GPU or HS.
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
 
-// Throws Error where attention_kernel() does, and also if the kernel lacks what a model uses.
+// Throws Error where attention_kernel() does, and also if the kernel does not support this use.
 template <class X>
 void check_attention(const Cuda& dev, Attention kind, int HS, const AttentionUse& use);
 

@@ -15,9 +15,9 @@
 // that q, k and v may be parts of the packed output of one matmul. X is the type of the inputs and
 // Y that of the results, which is X or Acc<X>, fp32.
 //
-// Pieces of a sequence. Let out and lse of a query be those over all its keys. Then backward over
-// some of these keys writes exactly their share of dq, dk and dv, because P = exp(S − lse) and D
-// are the whole row's. attention/ring makes chunks and rings of such calls.
+// Pieces of a sequence. If a query's out and lse are those over all of its keys, then backward over
+// only some of the keys writes exactly their share of dq, dk and dv, because P = exp(S − lse) and D
+// are those of the whole row. attention/ring builds ring attention from such calls.
 #pragma once
 #include <initializer_list>
 
@@ -27,8 +27,8 @@
 // -------------------------------------------------------------------------------------------------
 // The call
 
-// The shape of a call. To get that of a part of a sequence, copy the whole's and change the
-// lengths: a shape built field by field would miss a field that is added here later.
+// The shape of a call. For a part of a sequence, copy the shape of the whole and change the
+// lengths; a shape built field by field would miss a field that is added here later.
 struct AttentionShape {
     int B;
     int Tq;
@@ -90,7 +90,7 @@ struct AttentionForward {
     X* att = nullptr;  // P, saved for backward: saved_bytes(). Only naive uses it
 };
 
-// Writes every element of dq, dk and dv. Clears what it accumulates into in scratch.
+// Writes every element of dq, dk and dv, and clears the part of scratch that it accumulates into.
 //
 // lse_rest is the rounding error of lse, as forward wrote it, if the kernel supports that. Pass
 // null only if the call covers all keys of its rows. An fp32 kernel may then work the error out by
@@ -129,7 +129,7 @@ struct PackedHeads {
     HeadsView<X> v;
 };
 
-// The tensor has T tokens, some of which a call may use. Of `s` only the heads count.
+// The tensor has T tokens, of which a call may use only some. Only the heads of `s` matter.
 template <class X>
 PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
     const size_t q_width = s.queries().C();
@@ -176,16 +176,15 @@ AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const 
 }
 
 // -------------------------------------------------------------------------------------------------
-// What is refused. Every call passes check_call() before it reaches a kernel: AttentionKernel
-// (attention.h) and the CPU's attention (layers/cpu) see to that. The check is a little arithmetic
-// on the host.
+// Checks. AttentionKernel (attention.h) and the CPU's attention (layers/cpu) pass every call to
+// check_call() before a kernel gets it. That costs only a little arithmetic on the host.
 
 // The size of a buffer that an implementation does not use.
 inline size_t no_bytes(const AttentionShape&) {
     return 0;
 }
 
-// What not every implementation supports. check_shape() refuses what is false.
+// What only some implementations support. check_shape() throws if a call needs what is false here.
 struct AttentionSupport {
     bool any_head_size = false;  // head sizes other than 64 and 128
     bool pieces = false;         // backward of some of a sequence's queries or keys

@@ -1,8 +1,8 @@
 // The CUDA side of the backend seam. Every layer is one call. layers/cpu/reference.h has the same
 // list for the CPU, and the trainer is written once for both. All pointers are device memory, all
-// tensors are row-major and contiguous, and everything is launched to dev.stream. Of the arguments,
-// outputs come first, then scratch, then inputs. "Writes" means every element, whatever was there
-// before. "Adds into" means that the caller has initialised it.
+// tensors are row-major and contiguous, and everything is launched on dev.stream. The arguments are
+// first the outputs, then scratch, then the inputs. "Writes" means every element, whatever was
+// there before. "Adds into" means that the caller has initialised it.
 //
 // Shapes: B batch, T tokens, C channels, N = B·T rows, V vocabulary, Vp padded vocabulary (a
 // multiple of 128 is fastest), NH heads, HS = C/NH head size. X is float or bf16. Statistics,
@@ -27,8 +27,8 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
                       const int* plan, int B, int T, int C, const Positions& positions = {});
 size_t encoder_scratch_bytes(const Cuda& dev, int B, int T, int C);
 
-// On the host: the number of ints in a plan for N tokens, and writing one. A plan is plain ints, so
-// that it can be uploaded with the batch.
+// On the host: the number of ints in a plan for N tokens, and a function that writes one. A plan is
+// plain ints, so that it can be uploaded with the batch.
 size_t encoder_plan_ints(const Cuda& dev, size_t N);
 void encoder_plan(const Cuda& dev, int* plan, const int* tokens, size_t N);
 

@@ -14,11 +14,11 @@
 std::string for_terminal(const std::string& text);
 
 // Removes all complete characters from the beginning of `text`, and returns them as for_terminal()
-// does. Only the first bytes of a character whose other bytes are yet to come are left.
+// does. What is left are at most the first bytes of a character that is not complete yet.
 std::string take_for_terminal(std::string& text);
 
 // Prints a model's text on stdout, piece by piece: unchanged to a file or a pipe, safe for a
-// terminal on a terminal. There it holds back a character until all of its bytes have come.
+// terminal on a terminal. There it holds back a character until it has all of its bytes.
 class TextPrinter {
   public:
     void print(const std::string& piece);
