@@ -57,7 +57,7 @@ def encode_example(encoding, where, index, example):
     except (KeyError, TypeError, ValueError):
         raise Fail(
             f"{where}: expected text in ctx, 1 to 64 texts in endings, and the index of one of "
-            "them in label, which the test split lacks; give val or train"
+            "them in label, which the test split does not have; give val or train"
         ) from None
 
     stream = [START_EXAMPLE, 0, index, label, len(endings)]  # 0 stands for the size
@@ -100,11 +100,15 @@ def convert(args):
 @check_stdout()
 def main():
     parser = argparse.ArgumentParser(
-        description="Writes HellaSwag in llm.c's format for multiple-choice evaluation. "
+        description="Writes the multiple-choice questions of HellaSwag in llm.c's format, for "
+        "./train_gpt2cu --hellaswag. "
         "Needs: pip install -r scripts/requirements.txt"
     )
     parser.add_argument(
-        "source", nargs="?", default="val", help="val, train, or a .jsonl file (default: val)"
+        "source",
+        nargs="?",
+        default="val",
+        help="val or train, to download that split, or a .jsonl file (default: val)",
     )
     parser.add_argument(
         "-o",

@@ -130,7 +130,8 @@ def decode(decoder, path, offset, block):
     """The text of the block of bytes at this offset. An empty block ends the file."""
     if b"\0" in block:
         raise Fail(
-            f"{path}: not text: a NUL byte at offset {offset + block.index(0)}; convert it to UTF-8"
+            f"{path}: is not text, because there is a zero byte at offset "
+            f"{offset + block.index(0)}; convert it to UTF-8"
         )
     try:
         return decoder.decode(block, final=not block)
@@ -140,7 +141,7 @@ def decode(decoder, path, offset, block):
         byte = error.object[error.start]
         raise Fail(
             f"{path}: invalid UTF-8 at offset {begin + error.start}: found byte 0x{byte:02x}; "
-            "convert it"
+            "convert it to UTF-8"
         ) from None
 
 
@@ -175,7 +176,7 @@ def read_jsonl(path, args):
     """One document per line: an object with its text in args.field."""
     begin = 0  # the batch's offset in the file
     texts = []
-    advice = f"expected text in {args.field!r}; --field names another field"
+    advice = f"expected text in {args.field!r}; use --field if it is in another field"
     for offset, found in json_lines(path):
         if offset - begin >= BATCH_BYTES:
             yield texts
@@ -216,7 +217,7 @@ def all_or_nothing(output):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Fail(
-            f"{part}: another run writes there; wait for it or choose another --output"
+            f"{part}: another run is writing there; wait for it or choose another --output"
         ) from None
     except OSError:
         pass  # this file system has no locks
@@ -285,8 +286,8 @@ def prepare(args):
             total = write_shards(folder, filter(len, batches), val_tokens, args, bar)
         if total <= val_tokens:
             raise Fail(
-                f"{args.output}: no tokens left to train on: found {total:,}, "
-                f"and {val_tokens:,} go to validation; give more text or a smaller --val-tokens"
+                f"{args.output}: no tokens are left to train on: there are {total:,}, and the "
+                f"first {val_tokens:,} are for validation; give more text or a smaller --val-tokens"
             )
 
     # C's glob() takes a backslash for an escape, Python's does not.
@@ -311,16 +312,17 @@ def main():
     parser = argparse.ArgumentParser(
         description="Turns text into token shards for ./train_gpt2cu, "
         "with GPT-2's byte pair encoding.",
-        epilog="DIR appears only once it is complete; a run that fails keeps only its downloads. "
-        "In a .txt file <|endoftext|> separates documents. "
-        "HF_ENDPOINT names a mirror of the Hugging Face hub. README.md has examples. "
+        epilog="DIR is created only once it is complete; a run that fails keeps only its "
+        "downloads. In a .txt file <|endoftext|> separates documents. Set HF_ENDPOINT to use a "
+        "mirror of the Hugging Face hub. README.md has examples. "
         "Needs: pip install -r scripts/requirements.txt",
     )
     parser.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help=f"one of {', '.join(DATASETS)}, or any .txt, .jsonl and .parquet files",
+        help=f"a dataset to download ({', '.join(DATASETS)}), "
+        "or any .txt, .jsonl and .parquet files",
     )
     parser.add_argument(
         "-o",
@@ -352,7 +354,7 @@ def main():
     parser.add_argument(
         "--field",
         default="text",
-        help="where .jsonl objects and .parquet rows hold their text (default: text)",
+        help="field of .jsonl objects and .parquet rows that holds the text (default: text)",
     )
     parser.add_argument(
         "--jobs",
@@ -367,7 +369,7 @@ def main():
         is_dataset = source in DATASETS and len(args.sources) == 1
         if not is_dataset and Path(source).suffix not in READERS:
             parser.error(
-                f"{source}: expected one of {', '.join(DATASETS)} alone, "
+                f"{source}: expected one of {', '.join(DATASETS)} by itself, "
                 f"or {', '.join(READERS)} files"
             )
     if args.shard_tokens >= 2**31 or args.jobs < 1:

@@ -33,7 +33,7 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 # GPT-2's vocab.bpe, which other places call merges.txt.
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 RANKS_ADVICE = "give GPT-2's vocab.bpe or merges.txt with --ranks"
-DAMAGED = "damaged, get the file again"
+DAMAGED = "damaged; get the file again"
 CACHE = Path(__file__).parent / "cache"
 
 
@@ -134,7 +134,7 @@ def reading(what, advice=DAMAGED):
         if isinstance(error, Fail) or getattr(error, "filename", None):
             raise
         reason = " ".join(str(error).split())  # on one line
-        raise Fail(f"{what}: {advice}: {type(error).__name__}: {reason}") from None
+        raise Fail(f"{what}: {advice} ({type(error).__name__}: {reason})") from None
 
 
 def check_fetched(path):
@@ -145,7 +145,9 @@ def check_fetched(path):
         head = file.read(1024)
     is_short = len(head) < 1024  # as every pointer is
     if is_short and head.startswith(b"version https://git-lfs.github.com/spec/v1\n"):
-        raise Fail(f"{path}: a Git LFS pointer, not the file itself; get that with git lfs pull")
+        raise Fail(
+            f"{path}: is a Git LFS pointer, not the file itself; get the file with git lfs pull"
+        )
 
 
 def rename(part, path):
@@ -173,7 +175,7 @@ def write_file(path, chunks):
 @contextlib.contextmanager
 def asking_hub(name):
     """Yields huggingface_hub. It raises errors of many kinds, its libraries' among them."""
-    advice = "cannot get it from the Hugging Face hub; check HF_ENDPOINT and the network"
+    advice = "cannot be downloaded from the Hugging Face hub; check HF_ENDPOINT and the network"
     with reading(name, advice):
         yield need("huggingface_hub")
 
@@ -183,13 +185,14 @@ def download(url, sha256):
     path = CACHE / "download" / Path(url).name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        advice = "cannot download; check the network, or give a local file"
+        advice = "cannot be downloaded; check the network, or give a local file"
         with reading(url, advice), urllib.request.urlopen(url, timeout=60) as response:
             write_file(path, [response.read()])
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
         raise Fail(
-            f"{path}: wrong SHA-256: expected {sha256}, found {found}; delete it to get it again"
+            f"{path}: wrong SHA-256: expected {sha256}, found {found}; "
+            "delete it, and it is downloaded again"
         )
     return path
 
@@ -216,7 +219,7 @@ def load_ranks(args):
     which downloads and caches GPT-2's."""
     if args.ranks:
         return read_merges(args.ranks, args.ranks_sha256)
-    with reading("GPT-2's ranks", f"cannot download; check the network, or {RANKS_ADVICE}"):
+    with reading("GPT-2's ranks", f"cannot be downloaded; check the network, or {RANKS_ADVICE}"):
         gpt2 = need("tiktoken").get_encoding("gpt2")
         return {gpt2.decode_single_token_bytes(rank): rank for rank in range(END_OF_TEXT)}
 
@@ -234,7 +237,7 @@ def read_merges(path, other_sha256):
 
     byte_of = {character: byte for byte, character in SHOWN.items()}
     tokens = [bytes([byte]) for byte in BYTES]
-    with reading(path, f"damaged, {RANKS_ADVICE}"):
+    with reading(path, f"damaged; {RANKS_ADVICE}"):
         merges = content.decode().splitlines()[1:]  # after the line with the version
         tokens += [bytes(byte_of[c] for c in merge if c != " ") for merge in merges if merge]
 
@@ -275,7 +278,9 @@ def encodable(text, max_spaces=399_999):
     if not isinstance(text, str):
         raise ValueError(f"expected text, found {type(text).__name__}")
     if has_white_spaces(text, max_spaces + 1):
-        raise ValueError(f"expected text with at most {max_spaces:,} white spaces in a row")
+        raise ValueError(
+            f"expected text with at most {max_spaces:,} white-space characters in a row"
+        )
     return text
 
 
@@ -292,12 +297,12 @@ def add_ranks_options(parser):
     parser.add_argument(
         "--ranks",
         metavar="FILE",
-        help="GPT-2's vocab.bpe or merges.txt (default: what tiktoken downloads)",
+        help="GPT-2's BPE merges, vocab.bpe or merges.txt (default: tiktoken downloads them)",
     )
     parser.add_argument(
         "--ranks-sha256",
         metavar="HASH",
-        help="accept a merges file with this SHA-256, which is not GPT-2's",
+        help="use a --ranks file that is not GPT-2's, but has this SHA-256",
     )
 
 
@@ -310,7 +315,7 @@ def run(main, args):
     except OSError as error:
         message = f"{error.filename or args.output}: {error.strerror or error}"
     except KeyboardInterrupt:
-        message = f"interrupted; {args.output} is not written"
+        message = f"interrupted; {args.output} was not written"
     sys.stdout.flush()
     print(f"{tool_name()}: {message}", file=sys.stderr, flush=True)
     os._exit(1)  # sys.exit would wait until the pool's threads have finished

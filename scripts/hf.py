@@ -13,7 +13,7 @@ Needs: pip install -r scripts/requirements.txt. Only one tensor at a time is hel
 
 The formats differ: Hugging Face's Conv1D stores matrices as (in, out), ours are (out, in) and
 stacked over the layers, and our wte is padded with rows of zeros to a multiple of 128. A model that
-our program would compute differently is refused.
+./train_gpt2cu would compute differently is refused.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def check_architecture(path, config):
         if config.get(key, values[0]) not in values:
             raise Fail(
                 f"{path}: {key}: expected {values[0]}, found {config[key]}; "
-                "only plain GPT-2 can be read"
+                "only plain GPT-2 can be converted"
             )
 
 
@@ -183,7 +183,7 @@ def check_sizes(path, config):
     if config["n_embd"] % config["n_head"]:
         raise Fail(
             f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, "
-            f"found {config['n_embd']}"
+            f"found {config['n_embd']}; get the file again"
         )
 
 
@@ -198,8 +198,8 @@ def check_end_of_text(path, config):
             continue
         expected = end_of_text(config) or END_OF_TEXT
         raise Fail(
-            f"{path}: {key}: expected {expected}, found {found!r}; our program would begin and end "
-            "texts with another token, so give a model that has GPT-2's tokens"
+            f"{path}: {key}: expected {expected}, found {found!r}; ./train_gpt2cu would begin and "
+            "end texts with another token, so give a model that has GPT-2's tokens"
         )
 
 
@@ -221,7 +221,7 @@ def read_tensors(folder, config):
         files = sorted(folder.glob("model-*.safetensors"))  # a large model, in several files
     if not files:
         raise Fail(
-            f"{folder}: no model.safetensors; save_pretrained of the transformers library writes it"
+            f"{folder}: no model.safetensors; write it with save_pretrained() of transformers"
         )
     found = {}
     for file in files:
@@ -239,7 +239,7 @@ def read_tensors(folder, config):
 def check_tensors(folder, config, found):
     # Before tensors() makes a list of as many layers as a damaged config.json claims.
     if config["n_layer"] > len(found):
-        raise Fail(f"{folder}: fewer tensors than the n_layer of config.json")
+        raise Fail(f"{folder}: fewer tensors than the n_layer of config.json; get the folder again")
 
     wanted = dict(tensors(config))
     for name, shape in wanted.items():
@@ -248,7 +248,7 @@ def check_tensors(folder, config, found):
         if dtype not in NUMPY_TYPE or have != want:
             raise Fail(
                 f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {want}, "
-                f"found {dtype} of {have}"
+                f"found {dtype} of {have}; get the folder again"
             )
 
     for name, (dtype, shape, data) in found.items():
@@ -258,11 +258,13 @@ def check_tensors(folder, config, found):
             is_same_type = dtype == wte_type and shape == wte_shape
             if not is_same_type or not np.array_equal(data, wte):
                 raise Fail(
-                    f"{folder}: lm_head.weight is not wte.weight; only tied embeddings can be read"
+                    f"{folder}: lm_head.weight differs from wte.weight; "
+                    "only tied embeddings can be converted"
                 )
         elif name not in wanted and not is_causal_mask:
             raise Fail(
-                f"{folder}: tensor {name}: GPT-2 as config.json describes it has none of this name"
+                f"{folder}: tensor {name} is not part of the GPT-2 that config.json describes; "
+                "only plain GPT-2 can be converted"
             )
 
 
@@ -299,8 +301,8 @@ def newest_model(folder):
     by_step = {int(found[1]): found[0] for found in map(is_model, os.listdir(folder)) if found}
     if not by_step:
         raise Fail(
-            f"{folder}: expected a file, or a folder with one such as model_00001000.bin; "
-            "give a run's folder"
+            f"{folder}: has no checkpoint, such as model_00001000.bin; give a model file or the "
+            "folder of a run"
         )
     return Path(folder, by_step[max(by_step)])
 
@@ -315,7 +317,7 @@ def read_model(path):
     if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in TYPE_OF_VERSION:
         raise Fail(
             f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), "
-            f"found {header[:2].tolist()}; give a model checkpoint of this program or of llm.c "
+            f"found {header[:2].tolist()}; give a model file of ./train_gpt2cu or of llm.c "
             "(a model_….bin, not a state_….bin)"
         )
     dtype = TYPE_OF_VERSION[int(header[1])]
@@ -328,12 +330,12 @@ def read_model(path):
         or config["n_embd"] % config["n_head"] != 0
         or config["n_layer"] > size
     ):
-        raise Fail(f"{path}: {DAMAGED}: {config}, padded vocabulary {header[7]}")
+        raise Fail(f"{path}: {DAMAGED} (sizes {config}, padded vocabulary {header[7]})")
 
     count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
     expected = header.nbytes + count * ITEM_BYTES[dtype]
     if size != expected:
-        raise Fail(f"{path}: {DAMAGED}: expected {expected} bytes, found {size}")
+        raise Fail(f"{path}: {DAMAGED} (expected {expected} bytes, found {size})")
     return config, padding, dtype, np.memmap(path, NUMPY_TYPE[dtype], "r", header.nbytes)
 
 
@@ -451,9 +453,10 @@ def main():
     arg.add_argument("command", choices=["import", "export"])
     arg.add_argument(
         "source",
-        help="import: a folder, or a name on the hub; export: a checkpoint, or a run's folder",
+        help="import: a folder, or the name of a model on the Hugging Face hub; "
+        "export: a model file, or the folder of a run, whose newest checkpoint is taken",
     )
-    arg.add_argument("out", type=Path, help="import: checkpoint to write; export: folder to write")
+    arg.add_argument("out", type=Path, help="import: model file to write; export: folder to write")
     arg.add_argument(
         "--precision",
         choices=TYPE_OF_PRECISION,
@@ -467,7 +470,7 @@ def main():
     )
     a = arg.parse_args()
     if a.bytes and a.command == "import":
-        arg.error("--bytes is for export only: an import reads no tokenizer")
+        arg.error("--bytes is for export only; an import reads no tokenizer")
     try:
         np = need("numpy")
         config, dtype = convert_model(a)
@@ -476,7 +479,7 @@ def main():
     except OSError as e:
         sys.exit(f"hf.py: {e.filename or a.out}: {e.strerror}")
     except KeyboardInterrupt:
-        sys.exit(f"hf.py: interrupted; {a.out} is not written")
+        sys.exit(f"hf.py: interrupted; {a.out} was not written")
     print(f"{a.out}: {dtype}, " + ", ".join(f"{key} {config[key]}" for key in SIZES))
 
 

@@ -410,12 +410,12 @@ def test_configurations_that_are_refused():
     for content in '{"model": ', 100000 * "[", '"', "null", b"\xff":
         check_refused(IMPORT, CONFIG, content, "config.json: damaged")
     check_refused(IMPORT, CONFIG, None, "config.json")
-    check_refused(IMPORT, CONFIG, POINTER, f"{CONFIG}: a Git LFS")
+    check_refused(IMPORT, CONFIG, POINTER, f"{CONFIG}: is a Git LFS")
 
     # Sizes that do not fit the tensors.
     for key, value, message in (
         ("vocab_size", 258, "wte.weight: expected F32, F16 or BF16 of shape (258, 32)"),
-        ("n_layer", 1, "has none of this name"),
+        ("n_layer", 1, "is not part of the GPT-2"),
         ("n_layer", 10**9, "n_layer"),
     ):
         check_refused(IMPORT, CONFIG, json.dumps({**good, key: value}), message)
@@ -436,7 +436,7 @@ def test_tensors_that_are_refused():
             good | {name: (data, "F32", shape[::-1])},
             "of shape (32, 128), found F32 of (128, 32)",
         ),
-        (good | {"other": (bytes(64), "F32", [16])}, "tensor other: GPT-2 as config"),
+        (good | {"other": (bytes(64), "F32", [16])}, "tensor other is not part of the GPT-2"),
         (good | {f"transformer.{name}": good[name]}, f"{TENSORS}: tensor {name} "),
         (
             good | {"lm_head.weight": (bytes(4 * V * C), "F32", [V, C])},
@@ -455,7 +455,7 @@ def test_tensors_that_are_refused():
     ):
         check_refused(IMPORT, TENSORS, content, f"{TENSORS}: damaged")
     check_refused(IMPORT, TENSORS, None, "hf: no model.safetensors")
-    check_refused(IMPORT, TENSORS, POINTER, f"{TENSORS}: a Git LFS")
+    check_refused(IMPORT, TENSORS, POINTER, f"{TENSORS}: is a Git LFS")
 
 
 def test_checkpoints_that_are_refused():
@@ -480,7 +480,7 @@ def test_checkpoints_that_are_refused():
         check_refused(EXPORT, "a.bin", content, "a.bin: ")
     check_refused(EXPORT, "a.bin", b"state", "(a model_….bin, not a state_….bin)")
     check_refused(EXPORT, "a.bin", None, "a.bin")
-    check_refused(EXPORT, "a.bin", POINTER, "a.bin: a Git LFS")
+    check_refused(EXPORT, "a.bin", POINTER, "a.bin: is a Git LFS")
 
 
 def test_wrong_commands():
@@ -510,7 +510,7 @@ def test_output_that_cannot_be_written():
     for command in EXPORT, IMPORT:
         for error, message in (
             (OSError(28, "No space left"), "No space left"),
-            (KeyboardInterrupt(), "is not written"),
+            (KeyboardInterrupt(), "was not written"),
         ):
             with mock.patch("hf.convert", side_effect=[b"1234"] * 4 + [error]):
                 refuses(message, *command)

@@ -269,7 +269,7 @@ def test_long_runs_of_white_space():
     for begin in 0, 1, 199_999, 200_001, 399_999:
         longest = "a" * begin + 399_999 * " "
         assert prepare.encodable(longest + "b\n") == longest + "b\n"
-        with refused(ValueError, "white spaces"):
+        with refused(ValueError, "white-space characters"):
             prepare.encodable(longest + "\n")
 
 
@@ -313,7 +313,7 @@ def test_stopped_runs_leave_no_dataset():
             list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             process.stdout.readline()  # says that the first shard has been written
-            run(*stopped, code=1, says="another run writes there")
+            run(*stopped, code=1, says="another run is writing there")
             # A limit below a shard's size acts like a full disk.
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
             process.send_signal(stop)
@@ -430,7 +430,7 @@ def test_downloads_by_address():
     speeches = re.findall(r"(?s).+?(?:\n\n|\Z)", text)
     path = written("at/input.txt", text).absolute()
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    run("tinyshakespeare", code=1, says="input.txt: cannot download")
+    run("tinyshakespeare", code=1, says="input.txt: cannot be downloaded")
     with mock.patch("prepare.SHAKESPEARE", (f"file://{path}", sha256)):
         check_stream(["tinyshakespeare"], speeches, "--val-tokens", 50, validation=50)
         path.unlink()  # it is not downloaded again
@@ -438,7 +438,7 @@ def test_downloads_by_address():
         written("data/cache/download/input.txt", text[:-1])
         run("tinyshakespeare", "-o", "cut", code=1, says="input.txt: wrong SHA-256")
 
-    says = "hellaswag_val.jsonl: cannot download"
+    says = "hellaswag_val.jsonl: cannot be downloaded"
     run("val", "-o", "away/h.bin", script="hellaswag", code=1, says=says)
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR="no_cache"):
         run(written("a.txt", LETTERS), ranks=[], code=1, says="--ranks")
@@ -452,8 +452,8 @@ def wrong_files():
         ("a.txt", b"good \xff bad", "invalid UTF-8 at offset 5"),
         ("a.txt", b"good \xe2\x82", "UTF-8 at offset 5"),
         ("a.txt", long + b"\xe2\x28", "UTF-8 at offset 1800000"),
-        ("a.txt", long + b"\0", "NUL byte at offset 1800000"),
-        ("a.txt", "a" + " " * 3000000, "white spaces"),
+        ("a.txt", long + b"\0", "zero byte at offset 1800000"),
+        ("a.txt", "a" + " " * 3000000, "white-space characters"),
         ("a.jsonl", "[1]\n", "object at offset 0"),
         ("a.jsonl", good.encode() + b'{"text": "\xff"}\n', "not JSON in UTF-8 at offset 17"),
         ("a.jsonl", good + '{"text": \n', "at offset 17"),
@@ -527,21 +527,22 @@ def test_wrong_merges():
 def test_nothing_to_train_on():
     for raw in "a", "":
         path = written("short.txt", raw)
-        says = "errors: no tokens left to train on"
+        says = "errors: no tokens are left to train on"
         run(path, "-o", "errors", "--val-tokens", 2, code=1, says=says)
         assert not glob.glob("errors*"), raw
     options = "--val-tokens 9 --max-tokens 5".split()
-    run(written("a.txt", LETTERS), *options, code=1, says="found 5, and 9 go to validation")
+    says = "there are 5, and the first 9 are for validation"
+    run(written("a.txt", LETTERS), *options, code=1, says=says)
 
 
 def test_pointers_of_git_lfs():
     """The error names the file, whichever it is. A long text that begins like a pointer is text."""
     good = written("good.txt", LETTERS)
     for name in "p.txt", "p.jsonl", "p.parquet":
-        run(good, written(name, POINTER), "-o", "lfs", code=1, says=f"{name}: a Git LFS")
+        run(good, written(name, POINTER), "-o", "lfs", code=1, says=f"{name}: is a Git LFS")
         assert not glob.glob("lfs*"), name
-    run("p.jsonl", "-o", "lfs/h.bin", script="hellaswag", code=1, says="p.jsonl: a Git LFS")
-    run(good, "-o", "lfs", ranks=["--ranks", "p.txt"], code=1, says="p.txt: a Git LFS")
+    run("p.jsonl", "-o", "lfs/h.bin", script="hellaswag", code=1, says="p.jsonl: is a Git LFS")
+    run(good, "-o", "lfs", ranks=["--ranks", "p.txt"], code=1, says="p.txt: is a Git LFS")
     run(written("long.txt", POINTER + LETTERS.encode() * 20), "-o", "lfs")
 
 
