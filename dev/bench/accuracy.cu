@@ -65,8 +65,8 @@ static void check_oracle(const Cuda& dev, int HS) {
                 if (std::fabs(got[j] - want[i][j]) <= tolerance)
                     continue;
                 throw Error(format(
-                    "the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, layers/cpu has "
-                    "%.17g",
+                    "the fp64 reference is wrong: at T %d, HS %d, %s, its %s[%zu] is %.17g, "
+                    "whereas layers/cpu computes %.17g",
                     T, HS, causal ? "causal" : "not causal", kNames[i], j, got[j], want[i][j]));
             }
         }
@@ -193,10 +193,10 @@ void study_all(Study& study) {
 int main(int argc, char** argv) {
     AttentionOptions options;
     const AttentionProgram program{.name = "accuracy",
-                                   .about = "The attention kernels' errors against fp64.",
+                                   .about = "Measures the attention kernels' errors against fp64.",
                                    .results = "accuracy",
                                    .shapes = "T from 64 to 16384, and 2x256 not causal",
-                                   .quick = "T up to 1024"};
+                                   .quick = "only T up to 1024"};
     return attention_main(argc, argv, program, options, [&](Cuda& dev, Log& log) {
         check_oracle(dev, std::atoi(options.hs.c_str()));
         std::printf("%s: errors against fp64, and multiples of naive's\n", dev.name.c_str());
@@ -206,7 +206,7 @@ int main(int argc, char** argv) {
         study_all<float>(study);
         study_all<bf16>(study);
         if (study.beyond)
-            std::fprintf(stderr, "accuracy: %d figures beyond their bounds\n", study.beyond);
+            std::fprintf(stderr, "accuracy: %d errors exceed their bounds\n", study.beyond);
         return study.beyond ? 1 : 0;
     });
 }

@@ -233,11 +233,12 @@ int bench_all(Cuda& dev, const AttentionOptions& options, const std::string& def
 
 int main(int argc, char** argv) {
     AttentionOptions options;
-    const AttentionProgram program{.name = "bench_attention",
-                                   .about = "Validates and times the attention kernels.",
-                                   .results = "attention",
-                                   .shapes = "by precision, 4x1024 to 2x16384",
-                                   .quick = "skip the sustained protocol"};
+    const AttentionProgram program{
+        .name = "bench_attention",
+        .about = "Validates and times the attention kernels.",
+        .results = "attention",
+        .shapes = "from 4x1024 to 2x16384, depending on the precision",
+        .quick = "time only single calls on a cool GPU, not sustained load"};
     const char* const fp32_shapes = "4x1024,32x1024,4x4096,2x16384";
     const char* const bf16_shapes = "4x1024,32x1024,64x1024,4x2048,4x4096,4x8192,2x16384";
     return attention_main(argc, argv, program, options, [&](Cuda& dev, Log& log) {

@@ -121,7 +121,8 @@ static void run_bench(const Bench& b) {
     const int T = 2 * b.N * 150;
     check_ring<bf16>(b.dev, b.comm, whole(1, T, 2, b.HS));
     if (test::failed_checks())
-        throw Error(format("rank %d: the ring is wrong, so it is not timed", b.comm.rank));
+        throw Error(format("rank %d: the results of ring attention are wrong, so it is not timed",
+                           b.comm.rank));
 
     Cpu::Comm none;  // sends nothing
     const int all = b.N * b.tokens;
@@ -169,18 +170,22 @@ int main(int argc, char** argv) {
     Options o;
     const std::vector<Option> table = {
         {"--gpus", "", Option::Int, &o.gpus,
-         "number of GPUs of this machine; 0: as the launcher started us", "0..64"},
+         "start one rank on each of N GPUs of this machine; 0: a launcher has started the ranks",
+         "0..64"},
         {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
     };
     return bench_main(
-        argc, argv, "bench_ring", "The ring's speed.", "ring_speed.jsonl", o, table, [&] {
+        argc, argv, "bench_ring",
+        "Times ring attention, in which each GPU has a part of every sequence "
+        "(--context-parallel).",
+        "ring_speed.jsonl", o, table, [&] {
             const RankInfo self = rank_from_environment();
             if (o.gpus > 1 && self.size == 1)
                 return launch_ranks(o.gpus, argv);
             if (self.size < 2)
-                throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
+                throw UsageError("a ring needs at least two ranks; give --gpus, or use a launcher");
             const std::string id = rendezvous(self, {}, self.rank == 0 ? NcclComm::new_id() : "");
             Cuda dev(self.local_rank);
             NcclComm comm(dev, self.rank, self.size, id);

@@ -374,8 +374,8 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, const BatchSha
     const bool falls = loss < first;
     if (!starts_random || !falls)
         throw Error(format(
-            "B=%d T=%d: the loss goes from %g to %g, expected from ln V = %g down: not timed", B, T,
-            first, loss, std::log(config.V)));
+            "B=%d T=%d: the loss went from %g to %g, but it should fall from ln V = %g; not timed",
+            B, T, first, loss, std::log(config.V)));
 
     const auto nothing = [] {};
     trainer.train_for(3, nothing);
@@ -498,7 +498,7 @@ void run(Timed& dev, const Bench& o) {
     dev.x_bytes = sizeof(X);
     const std::optional<Config> preset = preset_config(o.model);
     if (!preset)
-        throw UsageError("--model: no such model: " + o.model);
+        throw UsageError("--model: there is no model called " + o.model);
     const Config& config = *preset;
     if (o.generation) {
         generation<X>(dev, o, config);
@@ -530,17 +530,19 @@ std::string default_shapes(const Bench& o) {
 int main(int argc, char** argv) {
     Bench o;
     const std::vector<Option> table = {
-        {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
-        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows"},
-        {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations",
+        {"--model", "", Option::Choice, &o.model, "size of GPT-2", "tiny|d12|d24|d36|d48"},
+        {"--shapes", "", Option::String, &o.shapes,
+         "batch sizes and sequence lengths, as BxT,BxT,…; default: those of the README's tables"},
+        {"--precision", "", Option::Choice, &o.precision, "of weights and activations",
          "bf16|fp32"},
-        {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
-        {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
-        {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call"},
+        {"--attention", "", Option::Choice, &o.attention, "attention kernel", attention_names()},
+        {"--recompute", "-r", Option::Int, &o.recompute,
+         "recompute activations in the backward pass, as ./train_gpt2cu -r does", "0..2"},
+        {"--breakdown", "", Option::Flag, &o.breakdown, "instead time each call of a step"},
         {"--generation", "", Option::Flag, &o.generation,
-         "how long a generated token takes, early and late in a text"},
+         "instead time generated tokens, early and late in a text"},
     };
-    const char* const about = "Tokens per second and memory of the training step.";
+    const char* const about = "Measures the training step: tokens per second and memory.";
     const char* const files = "train.jsonl, breakdown.jsonl or generation.jsonl";
     return bench_main(argc, argv, "bench_train", about, files, o, table, [&] {
         if (o.shapes.empty())

@@ -45,16 +45,19 @@ struct AttentionProgram {
 template <class Run>
 int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o,
                    Run run) {
-    const std::string shapes = std::string("BxT,BxT,… (default: ") + program.shapes + ")";
+    const std::string shapes =
+        std::string("batch sizes and sequence lengths, as BxT,BxT,… (default: ") + program.shapes +
+        ")";
     const char* const all_but_flash = std::strchr(attention_names(), '|');  // "|naive|…"
     const std::string kernels = std::string("all|naive_tf32") + all_but_flash;
     const std::vector<Option> table = {
-        {"--kernel", "", Option::Choice, &o.kernel, "which kernel", kernels.c_str()},
+        {"--kernel", "", Option::Choice, &o.kernel, "kernel to run", kernels.c_str()},
         {"--shapes", "", Option::String, &o.shapes, shapes.c_str()},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
         {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
-        {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key"},
+        {"--no-causal", "", Option::Flag, &o.no_causal,
+         "no causal mask: every query sees every key"},
         {"--quick", "", Option::Flag, &o.quick, program.quick},
     };
     return bench_main(argc, argv, program.name, program.about,

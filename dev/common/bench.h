@@ -128,7 +128,7 @@ inline BatchShape parse_shape(const std::string& text) {
     const bool is_all = used == static_cast<int>(text.size());
     if (numbers != 2 || !is_all || shape.B < 1 || shape.T < 1)
         throw UsageError(
-            format("--shapes: \"%s\" is not of the form BxT, such as 4x1024", text.c_str()));
+            format("--shapes: \"%s\" is not a shape; give BxT, such as 4x1024", text.c_str()));
     return shape;
 }
 
@@ -252,9 +252,10 @@ struct Output {
 inline int bench_main(int argc, char** argv, const char* name, const char* about,
                       const std::string& file, Output& to, std::vector<Option> table,
                       const std::function<int()>& run) {
-    const std::string json = "append rows to dev/results/<gpu>/" + file;
+    const std::string json = "append the results to dev/results/<gpu>/" + file;
     table.push_back({"--json", "", Option::Flag, &to.json, json.c_str()});
-    table.push_back({"--out", "", Option::String, &to.out, "append rows to this file"});
+    table.push_back(
+        {"--out", "", Option::String, &to.out, "append the results to this file instead"});
     return run_program(name, [&] {
         if (parse_options(argc, argv, table) == Parsed::options)
             return run();

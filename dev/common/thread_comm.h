@@ -36,8 +36,8 @@ struct Mail {
         Bytes sent = std::move(box.front());
         box.pop_front();
         if (sent.size() != bytes)
-            throw Error(
-                format("rank %d sends rank %d %zu bytes, not %zu", from, to, sent.size(), bytes));
+            throw Error(format("rank %d sent rank %d %zu bytes, but %zu were expected", from, to,
+                               sent.size(), bytes));
         return sent;
     }
 };
@@ -137,7 +137,7 @@ class ThreadCommOn {
 
     void at_join(std::function<void()> call) {
         if (!forked_)
-            throw Error("a collective outside of fork() and join()");
+            throw Error("a collective was called outside of fork() and join()");
         calls_.push_back(std::move(call));
     }
     void finish_calls() {

@@ -489,13 +489,16 @@ int main(int argc, char** argv) {
     Output output;
     bool quick = false;
     const std::vector<Option> table = {
-        {"--quick", "", Option::Flag, &quick, "errors at T = 1024, no times"}};
-    const char* const about = "fp16 in flash attention's forward: speed, errors, overflow.";
+        {"--quick", "", Option::Flag, &quick, "measure only the errors at T = 1024"}};
+    const char* const about =
+        "Measures what fp16 in flash attention's forward pass would gain and cost: speed, errors, "
+        "overflow.";
     return bench_main(
         argc, argv, "study_accumulation", about, "accumulation.jsonl", output, table, [&] {
             Cuda dev;
             if (!kKernels[0].runs_on(dev))
-                throw Error("nothing to run: fp16 sums need compute capability 8.0");
+                throw Error(
+                    "there is nothing to run: fp16 sums need compute capability 8.0 or later");
             Log log = results_log(dev, "accumulation", output);
             std::printf("%s: fp16 in flash attention's forward, causal, HS %d\n", dev.name.c_str(),
                         HS);
@@ -509,7 +512,7 @@ int main(int argc, char** argv) {
             if (study.wrong.empty())
                 return 0;
             std::fprintf(stderr,
-                         "study_accumulation: %zu variants with more than %g times naive's error\n",
+                         "study_accumulation: %zu variants have more than %g times naive's error\n",
                          study.wrong.size(), kAllowed);
             return 1;
         });

@@ -110,14 +110,15 @@ void study(RoundingGpu& dev, const std::vector<DType>& carries, const Options& o
 int main(int argc, char** argv) {
     Options o;
     const std::vector<Option> table = {
-        {"--tokens", "", Option::Int, &o.tokens, "T, a multiple of 32", "32..65536"},
+        {"--tokens", "", Option::Int, &o.tokens, "tokens per sequence, a multiple of 32",
+         "32..65536"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
     };
-    const char* const about = "Errors of attention over a ring.";
+    const char* const about = "Measures the errors of ring attention by the number of ranks.";
     return bench_main(argc, argv, "study_ring", about, "ring.jsonl", o, table, [&] {
         if (o.tokens % 32)
-            throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
+            throw UsageError(format("--tokens %d is not a multiple of 32", o.tokens));
         RoundingGpu dev;
         dev.tf32 = false;
         Log log = results_log(dev, "ring", o);
