@@ -157,30 +157,42 @@ def train_ours(a, model, tokens):
 
 def parse_arguments():
     arg = results.arguments(__doc__, "torch")
-    arg.add_argument("--model", choices=SIZES, default="d12")
-    arg.add_argument("--steps", type=int, default=50)
-    arg.add_argument("-B", type=int, default=4)
-    arg.add_argument("-T", type=int, default=1024)
-    arg.add_argument("--lr", type=float, default=3e-5)
-    arg.add_argument("--attention", default="flash", choices=["flash", "naive"])
-    arg.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    arg.add_argument("--model", choices=SIZES, default="d12", help="default: %(default)s")
+    arg.add_argument(
+        "--steps", type=int, default=50, help="steps to compare (default: %(default)s)"
+    )
+    arg.add_argument("-B", type=int, default=4, help="sequences per batch (default: %(default)s)")
+    arg.add_argument(
+        "-T", type=int, default=1024, help="tokens per sequence (default: %(default)s)"
+    )
+    arg.add_argument("--lr", type=float, default=3e-5, help="learning rate (default: %(default)s)")
+    arg.add_argument(
+        "--attention",
+        default="flash",
+        choices=["flash", "naive"],
+        help="attention of ./train_gpt2cu (default: %(default)s)",
+    )
+    arg.add_argument(
+        "--precision", default="fp32", choices=["fp32", "bf16"], help="default: %(default)s"
+    )
     arg.add_argument(
         "--max-norm",
         type=float,
         default=0.5,
-        help="gradients are clipped to this norm (default: %(default)s)",
+        help="clip gradients to this norm (default: %(default)s)",
     )
     arg.add_argument(
         "--weight-decay",
         type=float,
         default=1.0,
-        help="larger than usual, so that a mistake shows (default: %(default)s)",
+        help="AdamW's weight decay, larger than usual so that a mistake shows "
+        "(default: %(default)s)",
     )
     arg.add_argument(
         "--tol",
         type=float,
         default=1e-4,
-        help="how far apart losses may be in fp32 (default: %(default)s)",
+        help="largest difference that is allowed between the losses in fp32 (default: %(default)s)",
     )
     return arg.parse_args()
 

@@ -39,14 +39,14 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         code = results.run_and_print("./train_gpt2cu", "-o", folder)
         if code:
-            results.fail(f"./train_gpt2cu ended with {code}")
+            results.fail(f"./train_gpt2cu exited with code {code}")
         log = results.read_log(pathlib.Path(folder))
 
     gpu = log["run"][0]["device"]
     rows = [results.row("default_run", gpu, **fields) for fields in samples(log)]
     path = results.append(rows, "default_run")
     if rows[0]["dirty"]:
-        print("default_run.py: no plot, because the sources differ from the commit")
+        print("default_run.py: no plot was drawn, because the sources differ from their commit")
     else:
         plot([log], ["default run"], path.with_suffix(".png"))
 

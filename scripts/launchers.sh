@@ -33,7 +33,7 @@ start() {  # way
         RANK=0 CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=first $train && wait $!
         ;;
     *)
-        echo "launchers.sh: $1: expected gpus, torchrun, mpirun or machines" >&2
+        echo "launchers.sh: $1: no such way; give gpus, torchrun, mpirun or machines" >&2
         exit 2
         ;;
     esac
@@ -56,7 +56,7 @@ first=""
 failed=""
 for way in ${*:-gpus torchrun mpirun machines}; do
     if ! is_installed "$way"; then
-        echo "$way: not here"
+        echo "$way: skipped, because it is not installed"
         continue
     fi
     log=$groups/$way.log
@@ -64,16 +64,16 @@ for way in ${*:-gpus torchrun mpirun machines}; do
     within 120 "$self" --way "$way" >"$log" 2>&1 || code=$?
     losses=$(sed -n 's/^step \([^|]*| loss [^|]*| norm [^|]*\).*/\1/p' "$log")
     if [ "$code" -ne 0 ] || [ "$(echo "$losses" | wc -l)" -ne "$steps" ]; then
-        echo "$way: ended with $code"
+        echo "$way: exited with code $code"
         tail -n 20 "$log"
         failed=yes
         continue
     fi
 
     first=${first:-$losses}
-    verdict="losses and norms as the first"
+    verdict="same losses and norms as the first way"
     if [ "$losses" != "$first" ]; then
-        verdict="OTHER losses"
+        verdict="DIFFERENT losses or norms"
         failed=yes
     fi
     echo "$way: $verdict; $(sed -n "s/^$steps steps in //p" "$log")"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # measure.sh [part…]   Measures on this machine's GPU what dev/README.md shows, appends the rows to
 # dev/results and rewrites the tables. Stops at the first failure. All parts take about half an hour
-# on an H200. Benchmarks do not time what fails validation. Without git: see scripts/tree.sh.
+# on an H200. What fails validation is not timed. Without git: see scripts/tree.sh.
 #
 #   bf16, fp32   attention: our kernels and PyTorch's   memory    a training step by T
 #   accuracy     attention's errors against fp64        default   ./train_gpt2cu without options
@@ -20,7 +20,7 @@ for part in "$@"; do
     case " $all " in
     *" $part "*) ;;
     *)
-        echo "measure.sh: $part: expected some of $all" >&2
+        echo "measure.sh: $part: no such part; give some of $all" >&2
         exit 2
         ;;
     esac
@@ -84,14 +84,14 @@ measure() {  # part
             python3 scripts/compare_torch.py --json
             python3 scripts/compare_torch.py --json --precision bf16
         else
-            echo "no PyTorch"
+            echo "skipped: needs PyTorch"
         fi
         ;;
     scaling)
         if [ "$gpus" -gt 1 ]; then
             python3 scripts/scaling.py --json
         else
-            echo "one GPU"
+            echo "skipped: needs several GPUs"
         fi
         ;;
     esac

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Plots training runs from their log.jsonl: the loss with validation and floor, the gradient norm,
-the learning rate and the speed. The suffix of the plot's name, .png, .svg or .pdf, is its format.
+the learning rate and the speed. The format follows from the file's suffix: .png, .svg or .pdf.
 
     python3 scripts/plot.py run1                          # writes run1/plot.png
     python3 scripts/plot.py run1 run2 -o compare.svg      # several runs in one plot
@@ -165,7 +165,7 @@ def main():
         nargs="+",
         metavar="RUN",
         type=pathlib.Path,
-        help="a folder with a log.jsonl, or that file",
+        help="the -o directory of a run, or the log.jsonl in it",
     )
     arg.add_argument(
         "-o",

@@ -46,9 +46,9 @@ def arguments(doc, bench=None):
         arg.add_argument(
             "--json",
             action="store_true",
-            help=f"append the rows to dev/results/GPU/{bench}.jsonl",
+            help=f"append the results to dev/results/GPU/{bench}.jsonl, where GPU is its name",
         )
-        arg.add_argument("--out", metavar="FILE", help="append the rows to this file")
+        arg.add_argument("--out", metavar="FILE", help="append the results to this file instead")
     return arg
 
 
@@ -80,7 +80,7 @@ def json_rows(path):
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as e:
-            fail(f"{path}:{number}: not JSON in UTF-8: {e}, found {line[:60]!r}; delete it")
+            fail(f"{path}:{number}: not JSON in UTF-8: {e}, found {line[:60]!r}; delete this line")
         yield number, row
 
 
@@ -176,11 +176,12 @@ def read_log(run):
             row = checked(row)
         except (KeyError, TypeError) as e:
             fail(
-                f"{path}:{number}: not a row that ./train_gpt2cu writes: {e!r} in {str(row)[:60]!r}"
+                f"{path}:{number}: not a row that ./train_gpt2cu writes: {e!r} in "
+                f"{str(row)[:60]!r}; delete this line"
             )
         rows.setdefault(row["kind"], []).append(row)
     if not rows["train"] and not rows["val"]:
-        fail(f"{path}: no steps yet")
+        fail(f"{path}: has no steps yet; wait for the first one")
     return rows
 
 
@@ -193,14 +194,14 @@ def write_atomically(path):
         yield part
         os.replace(part, path)
     except OSError as e:
-        fail(f"{path}: cannot write: {e.strerror or e}; make room or choose another place")
+        fail(f"{path}: cannot write: {e.strerror or e}; free some space or choose another file")
     finally:
         part.unlink(missing_ok=True)
 
 
 def need_trainer():
     if not (ROOT / "train_gpt2cu").exists():
-        fail("there is no ./train_gpt2cu: make train_gpt2cu")
+        fail("there is no ./train_gpt2cu; run make train_gpt2cu")
 
 
 def option_words(options):
@@ -220,7 +221,7 @@ def run_trainer(options, **variables):
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
     )
     if done.returncode:
-        fail(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+        fail(f"{shlex.join(command)} exited with code {done.returncode}: {done.stderr.strip()}")
     return done.stdout
 
 

@@ -2,7 +2,7 @@
 """Trains on 1, 2, 4, … GPUs: compares the losses at a fixed global batch, and the tokens per second
 at a fixed batch per GPU.
 
-    make train_gpt2cu && python3 scripts/scaling.py     # on up to all GPUs here, or --gpus 1,2,4
+    make train_gpt2cu && python3 scripts/scaling.py     # on all GPUs, or --gpus 1,2,4
     python3 scripts/scaling.py --model d24 --batch 32 --json
 
 Losses: 20 steps in strict fp32, always with the global batch of the largest number of GPUs; fewer
@@ -80,7 +80,7 @@ def compare_losses(a, numbers, cases):
         )
         record(a, device, gpus, zero, what="losses", apart=apart)
         if not apart <= 1e-3:
-            results.fail("the losses differ by more than 1e-3: not timed")
+            results.fail("the losses differ by more than 1e-3, so nothing is timed")
     return device
 
 
@@ -142,11 +142,19 @@ def parse_arguments():
     arg.add_argument(
         "--gpus",
         metavar="N,N,…",
-        help="numbers of GPUs, beginning with 1 (default: 1,2,4,… up to all GPUs here)",
+        help="numbers of GPUs to train on, the first of which is 1 "
+        "(default: 1,2,4,… up to all GPUs of this machine)",
     )
-    arg.add_argument("--model", default="d12", help="default: %(default)s")
     arg.add_argument(
-        "--batch", type=int, default=64, help="sequences per GPU when timed (default: %(default)s)"
+        "--model",
+        default="d12",
+        help="model to train, as in ./train_gpt2cu -e (default: %(default)s)",
+    )
+    arg.add_argument(
+        "--batch",
+        type=int,
+        default=64,
+        help="sequences per GPU in timed runs (default: %(default)s)",
     )
     arg.add_argument(
         "--tokens", type=int, default=1024, help="tokens per sequence (default: %(default)s)"
@@ -158,9 +166,11 @@ def parse_arguments():
         "--precision",
         default="bf16",
         choices=["bf16", "fp32"],
-        help="precision when timed (default: %(default)s)",
+        help="precision of timed runs (default: %(default)s)",
     )
-    arg.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arg.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"], help="default: %(default)s"
+    )
     a = arg.parse_args()
     if a.gpus is None:
         here = max(1, len(gpus_here()))
@@ -168,7 +178,7 @@ def parse_arguments():
     if not re.fullmatch(r"1(,\d+)*", a.gpus):
         arg.error(f'--gpus: expected a list that begins with 1, such as 1,2,4; found "{a.gpus}"')
     if a.steps <= WARM_UP_STEPS:
-        arg.error(f"--steps: give more than {WARM_UP_STEPS}, because the first ones do not count")
+        arg.error(f"--steps: give more than {WARM_UP_STEPS}, because that many are not timed")
     return a
 
 

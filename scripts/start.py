@@ -41,7 +41,7 @@ def seconds_to_first_step(options, **variables):
                 seconds = time.monotonic() - start
                 run.send_signal(signal.SIGKILL)
                 return seconds
-        results.fail(f"{' '.join(command)} made no step: {run.stderr.read().strip()}")
+        results.fail(f"{' '.join(command)} did not do a step: {run.stderr.read().strip()}")
 
 
 def seconds_to_read(*paths):
@@ -93,7 +93,7 @@ def main():
     arg.add_argument(
         "--models",
         default="d12",
-        help=f"comma-separated, of {', '.join(BATCH)} (default: %(default)s)",
+        help=f"comma-separated list of models: {', '.join(BATCH)} (default: %(default)s)",
     )
     arg.add_argument(
         "--resume",
@@ -108,10 +108,10 @@ def main():
     models = a.models.split(",")
     unknown = sorted(set(models) - set(BATCH))
     if unknown:
-        arg.error(f"--models: {', '.join(unknown)}: expected some of {', '.join(BATCH)}")
+        arg.error(f"--models: there is no {', '.join(unknown)}; give some of {', '.join(BATCH)}")
     gpu = results.output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0")
     if not gpu:
-        results.fail("no GPU here")
+        results.fail("needs a GPU, but nvidia-smi found none")
     if a.folder:
         os.makedirs(a.folder, exist_ok=True)
 

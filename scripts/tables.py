@@ -524,7 +524,7 @@ def quote(file):
     text = (results.ROOT / "attention" / file).read_text(encoding="utf-8")
     lines = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", text, flags=re.S | re.M)
     if not lines:
-        results.fail(f"attention/{file}: no lines between // [quote] and // [end]")
+        results.fail(f"attention/{file}: has no lines between // [quote] and // [end]")
     return f"```cpp\n{textwrap.dedent(lines[1])}```"
 
 
@@ -538,7 +538,7 @@ def text_of(name):
     elif name in TABLES:
         source = TABLES[name]
     else:
-        results.fail(f'no table "{name}"; there are quote, speed, {", ".join(TABLES)}')
+        results.fail(f'there is no table "{name}", only quote, speed, {", ".join(TABLES)}')
     texts = [source.make(rows) for _, rows in rows_of_gpus(source)]
     text = "\n\n".join(text for text in texts if text)
     if not text:
@@ -575,7 +575,7 @@ def draw_plots():
 def main():
     arg = results.arguments(__doc__)
     arg.add_argument(
-        "--check", action="store_true", help="only compare the tables; exit code 1 if any is stale"
+        "--check", action="store_true", help="write nothing; exit with 1 if a table is stale"
     )
     check = arg.parse_args().check
     if not pd:

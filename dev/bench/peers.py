@@ -70,7 +70,7 @@ def run_benchmark(name, options, run=results.run_and_print):
         try:
             done = run(ROOT / "dev" / name, *results.option_words(options), "--out", out)
         except FileNotFoundError:
-            results.fail(f"there is no ./dev/{name}: make benches")
+            results.fail(f"there is no ./dev/{name}; run make benches")
         rows = [row for _, row in results.json_rows(out)] if out.exists() else []
     return done, rows
 
@@ -211,7 +211,7 @@ def peer_rows(torch, backend, dtype, B, T, HS):
     """Two rows, forward and backward. Raises RuntimeError if the backend refuses the shape."""
     math_bytes = 6 * 4 * B * NH * T * T  # some six T×T matrices of fp32 for each head
     if backend == "torch_math" and math_bytes > 0.8 * torch.cuda.mem_get_info()[0]:
-        raise RuntimeError(f"needs some {math_bytes / 2**30:.0f} GiB")
+        raise RuntimeError(f"needs about {math_bytes / 2**30:.0f} GiB")
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -270,12 +270,17 @@ def print_rows(rows):
 def main():
     arg = results.arguments(__doc__, "attention")
     arg.add_argument(
-        "--shapes", metavar="BxT,BxT,…", default="", help="default: those of bench_attention"
+        "--shapes",
+        metavar="BxT,BxT,…",
+        default="",
+        help="batch sizes and sequence lengths (default: those of bench_attention)",
     )
     arg.add_argument(
         "--hs", type=int, default=64, choices=[64, 128], help="head size (default: %(default)s)"
     )
-    arg.add_argument("--dtype", default="all", choices=["fp32", "bf16", "all"])
+    arg.add_argument(
+        "--dtype", default="all", choices=["fp32", "bf16", "all"], help="default: %(default)s"
+    )
     a = arg.parse_args()
     peers = PEERS if importlib.util.find_spec("flash_attn_interface") else BACKENDS
     torch = torch_with_gpu("peers.py")

@@ -65,7 +65,7 @@ def our_row(model, B, T, recompute):
     if done.returncode and re.search(f"{OUT_OF_MEMORY}|the model needs", done.stderr):
         return None
     if done.returncode:
-        sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
+        sys.exit(done.stderr.strip() or f"./dev/bench_train exited with code {done.returncode}")
     return rows[0]
 
 
@@ -225,7 +225,7 @@ def torch_figures(model, backend, B, T):
         except concurrent.futures.process.BrokenProcessPool as e:
             return str(e)
         except Wrong as e:
-            sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
+            sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}; not timed")
 
 
 def table_line(row, ours=None):
@@ -316,25 +316,28 @@ def shapes_of(text):
 @results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "train")
-    arg.add_argument("--model", default="d12", choices=SIZES, help="default: %(default)s")
+    arg.add_argument(
+        "--model", default="d12", choices=SIZES, help="GPT-2 to train (default: %(default)s)"
+    )
     arg.add_argument(
         "--shapes",
         default="64x1024,16x1024,4x1024",
         type=shapes_of,
         metavar="BxT,BxT,…",
-        help="default: %(default)s",
+        help="batch sizes and sequence lengths (default: %(default)s)",
     )
     arg.add_argument(
         "--llmc",
         type=pathlib.Path,
         metavar="PROGRAM",
         default=os.environ.get("LLMC"),
-        help="llm.c's train_gpt2cu (default: $LLMC; if neither is given, llm.c is left out)",
+        help="also time llm.c's train_gpt2cu (default: $LLMC; if neither is given, it is left out)",
     )
     a = arg.parse_args()
     if a.llmc and not a.llmc.is_file():
         arg.error(
-            f"--llmc {a.llmc}: no such program: build llm.c's train_gpt2cu as its README says"
+            f"--llmc {a.llmc}: there is no such program; "
+            "build llm.c's train_gpt2cu as its README says"
         )
     torch = torch_with_gpu("peers_train.py")
 

@@ -177,7 +177,7 @@ def test_logs_that_cannot_be_read(tmp):
             written(path, f"{good}{bad}\n{rest}".encode("latin-1"))
             with refused(SystemExit, "log.jsonl:9: "):
                 results.read_log(path)
-    with refused(SystemExit, "log.jsonl: a Git LFS"):
+    with refused(SystemExit, "log.jsonl: is a Git LFS"):
         results.read_log(written(path, POINTER))
 
 
@@ -692,7 +692,7 @@ harness.main()""",
         # The command, "false", is a failure, too.
         done = run(RUN_TESTS, "false", *programs, cwd=tmp, code=1, CORES=cores, **limits, **path)
         assert done.stdout.endswith("\n5 passed, 8 failed, 1 skipped\n"), done.stdout
-        assert done.stdout.count(": no end") == 2, done.stdout
+        assert done.stdout.count(": did not end") == 2, done.stdout
         assert not os.path.exists(f"/proc/{(tmp / 'pid').read_text().strip()}/exe")
     run(RUN_TESTS, "true", "good", cwd=tmp, CORES="2", **path)
     for part, code in ("test_a", 0), ("test_b", 1), ("nonsense", 1):

@@ -26,7 +26,7 @@ within() {
     kill -s KILL -- "-$group" 2>/dev/null
     rm -f "$groups/$group"
     case $code in
-    124 | 137) echo "$*: no end after $seconds s, or killed" ;;
+    124 | 137) echo "$*: did not end within $seconds s, or was killed" ;;
     esac
     return $code
 }
