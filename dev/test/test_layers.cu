@@ -1457,7 +1457,7 @@ TEST(adamw_errors) {
     const ParamRange one = {.begin = 0, .size = 1, .decay = true};
     CHECK_ERROR(update(0, std::vector<ParamRange>(33, one), 1), "33 parameter ranges");
     CHECK_ERROR(update(1, {one}, 1), "aligned");
-    CHECK_ERROR(update(0, {one}, 0), "step 0");
+    CHECK_ERROR(update(0, {one}, 0), "step is 0");
     const ParamRange pieces = {.begin = 0, .size = 6, .decay = true, .pieces = 2, .stride = 12};
     CHECK_ERROR(update(0, {pieces}, 1), "pieces of 6 elements");
 }
