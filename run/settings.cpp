@@ -24,7 +24,7 @@ std::vector<Option> Options::table() {
          "newest checkpoint); default: d12 (CPU: tiny)",
          "", "model"},
         {"--precision", "", O::Choice, &precision,
-         "of weights and activations; default: bf16 if the GPU supports it, otherwise fp32",
+         "type of weights and activations; default: bf16 if the GPU supports it, otherwise fp32",
          "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention,
          "attention kernel; flash picks the fastest one for this precision and GPU",
@@ -42,8 +42,8 @@ std::vector<Option> Options::table() {
          "srun or mpirun has started",
          "1..1024", "several GPUs"},
         {"--zero", "-z", O::Int, &zero,
-         "1: shard the optimizer state across the GPUs (ZeRO-1); default: 1 if the model's "
-         "channels divide evenly among them, otherwise 0",
+         "1: shard the optimizer state across the GPUs (ZeRO-1); default: 1 if the number of "
+         "channels is a multiple of 4·GPUs, otherwise 0",
          "0..1"},
         {"--overlap", "", O::Int, &overlap,
          "1: sum gradients across the GPUs while the backward pass is still running; default: 1 on "
@@ -61,19 +61,20 @@ std::vector<Option> Options::table() {
          "(training on a CPU: 64)",
          "1..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
-         "tokens per optimizer step: B·T·GPUs / context-parallel times the number of micro-batches "
-         "(gradient accumulation); default: one micro-batch",
+         "tokens per optimizer step: B·T·GPUs / context-parallel, or a multiple of that to "
+         "accumulate the gradients of several micro-batches; default: one micro-batch",
          "1.."},
         {"--max-steps", "-x", O::Int, &max_steps,
          "optimizer steps; default: -1, which is one epoch of -i, or 6500 steps on the built-in "
          "corpus (CPU: 2000)",
          "-1.."},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
-        {"--overfit", "-a", O::Flag, &overfit, "train on the first batch over and over"},
+        {"--overfit", "-a", O::Flag, &overfit, "train on the first step's batch over and over"},
         {"--lr", "-l", O::Float, &lr, "peak learning rate; default: 3e-4 (tiny: 2e-3)", "0..",
          "optimizer"},
         {"--warmup", "-u", O::Int, &warmup,
-         "warm-up steps; default: 5% of the run, at least 50 but never more than a third of it",
+         "warm-up steps; default: 5% of the run or 50 steps, whichever is more, but at most a "
+         "third of the run",
          "0.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction of --lr",
          "0..1"},
@@ -98,7 +99,7 @@ std::vector<Option> Options::table() {
          "micro-batches per validation; -1: all of the data; default: 20 (--eval-only: all)",
          "-1 or 1.."},
         {"--hellaswag", "", O::Path, &hellaswag,
-         "HellaSwag file from data/hellaswag.py, to measure accuracy on at each validation"},
+         "HellaSwag file from data/hellaswag.py; each validation also measures accuracy on it"},
         {"--eval-only", "", O::Flag, &eval_only,
          "print the loss of the -e model on the -j data, then exit"},
         {"--sample-every", "-s", O::Int, &sample_every,
@@ -121,8 +122,7 @@ std::vector<Option> Options::table() {
         {"--keep", "-nk", O::Int, &keep, "delete all but the newest N checkpoints; 0: keep all",
          "0.."},
         {"--keep-every", "-nm", O::Int, &keep_every,
-         "with --keep, also keep every checkpoint whose step is a multiple of N; 0: keep none of "
-         "them",
+         "with --keep, also keep every checkpoint whose step is a multiple of N; 0: no others",
          "0.."},
         {"--resume", "-y", O::Flag, &resume,
          "continue from the newest checkpoint in the -o directory"},
