@@ -43,7 +43,7 @@ override NVCC := $(or $(NVCC),$(CUDA_HOME:%=%/bin/nvcc),$(ON_PATH),$(INSTALLED))
 # nvcc, headers and libraries have to belong to the same toolkit. We ask nvcc where it is, because
 # its path does not tell: NVCC may be a wrapper or have options, and conda, NVIDIA and Debian use
 # different folders. It answers in lines such as: #$ TOP=/usr/local/cuda/bin/..  Debian's, which is
-# in /usr, names no TOP.
+# in /usr, names no TOP. (In the pattern a dot stands for the #, which would begin a comment.)
 DRYRUN     = $(NVCC) $(CCBIN) --dryrun -x cu -c /dev/null 2>&1
 answer     = $(shell $(DRYRUN) | sed -n 's/^.[$$] $(1)= *//p' | tr -d '"')
 TOP       := $(or $(call answer,TOP),/usr)
@@ -56,11 +56,13 @@ SPACED   := $(or $(call if_spaced,$(CUDA_HOME)),$(call if_spaced,$(TOP)))
 ifneq ($(SPACED),)
 $(error $(SPACED): make cannot use a path with a space: set CUDA_HOME to a link without one)
 endif
-ifneq ($(words $(CUDA_HOME)),$(words $(wildcard $(CUDA_HOME:%=%/.))))
+ifneq ($(CUDA_HOME),)
+ifeq ($(wildcard $(CUDA_HOME)/.),)
 $(error CUDA_HOME: there is no folder $(CUDA_HOME))
 endif
-OTHER := $(filter-out $(realpath $(CUDA_HOME)),$(realpath $(TOP)))
-ifneq ($(and $(GIVEN_NVCC),$(LIBRARIES),$(CUDA_HOME),$(OTHER)),)
+endif
+OTHER_TOP := $(filter-out $(realpath $(CUDA_HOME)),$(realpath $(TOP)))
+ifneq ($(and $(GIVEN_NVCC),$(LIBRARIES),$(CUDA_HOME),$(OTHER_TOP)),)
 $(error NVCC belongs to $(abspath $(TOP)), but CUDA_HOME is $(CUDA_HOME): give only one of them)
 endif
 override CUDA_HOME := $(abspath $(or $(CUDA_HOME),$(TOP)))
@@ -76,8 +78,8 @@ install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
 # By default one job per core. A make that another make has started shares its jobs. A -j on the
-# command line wins, even where Make 4.3 hides it here. clean must not run in parallel with anything
-# else. nproc would obey OpenMP's variables, which torchrun and Slurm set to 1.
+# command line wins, also in Make 4.3, whose MAKEFLAGS lack it here. clean must not run in parallel
+# with anything else. nproc would obey OpenMP's variables, which torchrun and Slurm set to 1.
 KEEP_JOBS := $(filter-out 0,$(MAKELEVEL))$(filter -j%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS))
 ifeq ($(KEEP_JOBS),)
 MAKEFLAGS += -j$(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
@@ -107,8 +109,9 @@ NVCCFLAGS := -std=c++20 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -
 CXXFLAGS  += $(patsubst %,-isystem%,$(filter-out /usr/include,$(INCLUDES)))
 LDLIBS    := $(CCBIN) -lcublas -lcublasLt -Xcompiler -fopenmp $(LIBRARIES:%=-Xlinker -rpath,%)
 
-# Not among the flags whose change recompiles everything: make test uses the objects that
-# make train_gpt2cu has compiled, and is strict with the others: in a fresh checkout, with all.
+# These are not in build/*.flags, so WERROR=1 recompiles nothing. make test takes the objects that
+# make train_gpt2cu has compiled as they are, and is strict only with what it compiles itself: in a
+# fresh checkout, with everything.
 STRICT    = $(if $(filter 1,$(WERROR)),-Werror all-warnings)
 CXXSTRICT = $(if $(filter 1,$(WERROR)),-Werror)
 
@@ -130,7 +133,8 @@ endif
 # Sources and programs
 
 ROOMS   := common attention attention/ring layers layers/cpu cuda layers/sm90 parallel data run
-# What takes longest to compile comes first. It is listed again by ROOMS, which make ignores.
+# What takes longest to compile comes first. These files are in ROOMS, too; make drops the second
+# mention.
 SOURCES := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))
 KERNELS := $(filter %.cu,$(SOURCES))
 OBJECTS := $(patsubst %,build/%.o,$(basename $(SOURCES)))
@@ -216,21 +220,22 @@ test:
 	@$(MAKE) --no-print-directory WERROR=1 train_gpt2cu $(TESTS) $(TOOLS)
 	@dev/test/run_tests.sh "$(MAKE) --no-print-directory archs" $(TESTS) $(PYTESTS)
 
-# The test itself is not optimised, because that compiles fastest.
 SANITIZE  := -fsanitize=address,undefined
 SANITIZED := dev/test/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
              run/checkpoint_files run/choices run/log
 sanitize: $(SANITIZED:%=build/sanitized/%.o)
 	$(CXX) $(SANITIZE) -fopenmp -o build/sanitized/test_data $^
 	ASAN_OPTIONS=max_allocation_size_mb=500 build/sanitized/test_data
+# The test itself is not optimised, because that compiles fastest.
 build/sanitized/dev/%.o: LEVEL := -O0
 build/sanitized/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(LEVEL) $(SANITIZE) -fno-sanitize-recover=all -c -o $@ $<
 
-# Every kernel, with warnings as errors, for the architectures whose source lines differ; later
-# architectures share those lines. In attention/ a register spill is an error, too, and so is what
-# ptxas says where it serializes wgmma or adds a wait (C7510 and up): SPILLS is set for these files.
+# Every kernel, with warnings as errors, for one architecture of each kind: by #if, sm_75, 80 and
+# 90a compile different lines, and later architectures compile the lines of one of these. In
+# attention/ a register spill is an error, too, and so is what ptxas says where it serializes wgmma
+# or adds a wait (C7510 and up): SPILLS is set for the files of attention/.
 EVERY_ARCH := $(call gencode,75 80 90a)
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
 build/archs/%.o: WERROR := 1
