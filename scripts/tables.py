@@ -62,11 +62,11 @@ RUNGS = {
 # Rows, and how they become text
 
 
-def newest_rows(path, where, apart):
+def newest_rows(path, where, newest_by):
     """The rows of a file that match `where` and belong to its newest run.
 
     Figures of different runs are not comparable, so a table does not mix them. But each combination
-    of the fields `apart` may have a newest run of its own. Rows that were measured with uncommitted
+    of the fields `newest_by` has a newest run of its own. Rows that were measured with uncommitted
     changes are never shown.
     """
     rows = pd.DataFrame([row for _, row in results.json_rows(path)])
@@ -76,7 +76,7 @@ def newest_rows(path, where, apart):
     for field, value in where.items():
         rows = rows[rows[field] == value]
     rows = rows.sort_values("date", kind="stable")
-    newest_run = rows.groupby(["gpu", *apart])["run"].transform("last")
+    newest_run = rows.groupby(["gpu", *newest_by])["run"].transform("last")
     return rows[rows["run"] == newest_run]
 
 
@@ -151,7 +151,7 @@ def attention(rows):
     return table(rows, crossed(rows, by, "kernel", kernels))
 
 
-def rungs(rows):
+def with_shares(rows):
     """The ladder's rows, with each rate as a share of GEMM's and of the fastest library's."""
     library_tflops = rows["tflops"].where(rows["kernel"].map(kind_of) == "library")
     fastest = library_tflops.groupby([rows["dtype"], rows["pass"]]).transform("max")
@@ -175,7 +175,7 @@ def fastest_library(rows):
 
 def ladder(rows):
     """The rungs of one type."""
-    rows = rungs(rows)
+    rows = with_shares(rows)
     new = RUNGS[rows["dtype"].iloc[0]]
     columns = [
         ("rung", [f"[{kernel}](attention/{kernel}.cu)" for kernel in new]),
@@ -195,7 +195,7 @@ def ladder(rows):
 
 def speed(rows, kernel):
     """A sentence about one kernel. naive was measured in both types and is described in fp32."""
-    rows = rungs(rows)
+    rows = with_shares(rows)
     rows = rows[rows["kernel"] == kernel].sort_values("pass", ascending=False)
     if kernel == "naive":
         rows = rows[rows["dtype"] == "fp32"]
@@ -233,16 +233,17 @@ def train(rows):
 
 
 def step(rows):
-    """The trainer and other programs, in the newest run with others and at their batch sizes."""
+    """The trainer and other programs, in the newest run with others and at their batch sizes. Each
+    cell has tokens per second, how many times as fast the trainer is at -r 0, and GiB in use."""
     others = rows[rows["kernel"] != "train_gpt2cu"]
     if others.empty:
         return ""
     rows = rows[(rows["run"] == others["run"].iloc[-1]) & rows["B"].isin(others["B"])]
     rows = rows[rows["attention"] != "naive"].sort_values("B")
-    stored = rows[rows["recompute"] == 0].set_index("B")["tok_s"]
-    rows["times"] = rows["B"].map(stored) / rows["tok_s"]
+    tok_s_at_r0 = rows[rows["recompute"] == 0].set_index("B")["tok_s"]
+    rows["r0_ratio"] = rows["B"].map(tok_s_at_r0) / rows["tok_s"]
     rows["thousands"] = rows["tok_s"] / 1e3
-    rows["cell"] = filled(rows, "{thousands:.0f}k · {times:.2f}× · {mem_gib:.1f}")
+    rows["cell"] = filled(rows, "{thousands:.0f}k · {r0_ratio:.2f}× · {mem_gib:.1f}")
     rows["program"] = filled(rows, "{kernel} -r {recompute:.0f}").str.removesuffix(" -r nan")
     programs = sorted(rows["program"].unique(), reverse=True)
     return table(rows, crossed(rows, "B", "program", programs))
@@ -476,46 +477,50 @@ class Source(NamedTuple):
     file: str  # dev/results/*/FILE.jsonl
     part: str  # of scripts/measure.sh, which measures the rows
     where: dict = {}  # for this and the next see newest_rows()
-    apart: list = []
+    newest_by: list = []
 
 
+# Which rows, for Source.where.
 BF16 = {"dtype": "bf16", "causal": True}
 FP32 = {"dtype": "fp32", "causal": True}
 LADDER = {"B": 4, "T": 4096, "HS": 64, "causal": True}
-RUNG = Source(ladder, "attention", "bf16", LADDER, ["dtype"])
 EXAMPLE = {"dtype": "bf16", "T": 256, "HS": 64}
 GPT2_124M = {"model": "d12", "dtype": "bf16", "T": 1024, "ids": "text-like"}
 ONE_SEQUENCE = {"attention": "flash", "model": "d12", "B": 1}
+
+LADDER_SOURCE = Source(ladder, "attention", "bf16", LADDER, newest_by=["dtype"])
 TABLES = {
     "attention bf16": Source(attention, "attention", "bf16", BF16),
     "attention fp32": Source(attention, "attention", "fp32", FP32),
-    "ladder fp32": RUNG._replace(part="fp32", where=LADDER | FP32),
-    "ladder bf16": RUNG._replace(where=LADDER | BF16),
-    "accuracy": Source(accuracy, "accuracy", "accuracy", {}, ["HS"]),
+    "ladder fp32": LADDER_SOURCE._replace(part="fp32", where=LADDER | FP32),
+    "ladder bf16": LADDER_SOURCE._replace(where=LADDER | BF16),
+    "accuracy": Source(accuracy, "accuracy", "accuracy", newest_by=["HS"]),
     "accuracy example": Source(accuracy_example, "accuracy", "accuracy", EXAMPLE),
-    "train": Source(train, "train", "train", {}, SETUP),
-    "step": Source(step, "train", "train", GPT2_124M, ["run"]),
-    "breakdown": Source(breakdown, "breakdown", "train", {}, [*SETUP, "attention", "recompute"]),
-    "torch": Source(torch, "torch", "torch", {}, ["model", "dtype"]),
+    "train": Source(train, "train", "train", newest_by=SETUP),
+    "step": Source(step, "train", "train", GPT2_124M, newest_by=["run"]),
+    "breakdown": Source(
+        breakdown, "breakdown", "train", newest_by=[*SETUP, "attention", "recompute"]
+    ),
+    "torch": Source(torch, "torch", "torch", newest_by=["model", "dtype"]),
     "default run": Source(default_run, "default_run", "default"),
-    "start": Source(start, "start", "start", {}, ["model"]),
-    "scaling": Source(scaling, "scaling", "scaling", {}, ["model"]),
+    "start": Source(start, "start", "start", newest_by=["model"]),
+    "scaling": Source(scaling, "scaling", "scaling", newest_by=["model"]),
     "ring errors": Source(ring_errors, "ring", "ring", {"study": "ring"}),
-    "ring speed": Source(ring_speed, "ring_speed", "ring", {}, ["gpus"]),
+    "ring speed": Source(ring_speed, "ring_speed", "ring", newest_by=["gpus"]),
 }
 PLOTS = {
     "attention_bf16": Source(plot_attention, "attention", "bf16", BF16),
     "attention_fp32": Source(plot_attention, "attention", "fp32", FP32),
-    "accuracy": Source(plot_accuracy, "accuracy", "accuracy", {"causal": True}, ["HS"]),
+    "accuracy": Source(plot_accuracy, "accuracy", "accuracy", {"causal": True}, newest_by=["HS"]),
     "ring": Source(plot_ring, "ring", "ring", {"study": "ring", "dtype": "bf16"}),
-    "memory": Source(plot_memory, "train", "memory", ONE_SEQUENCE, SETUP),
+    "memory": Source(plot_memory, "train", "memory", ONE_SEQUENCE, newest_by=SETUP),
 }
 
 
 def rows_of_gpus(source):
     """The folder and the rows of each GPU that was measured."""
     for path in sorted(results.RESULTS.glob(f"*/{source.file}.jsonl")):
-        rows = newest_rows(path, source.where, source.apart)
+        rows = newest_rows(path, source.where, source.newest_by)
         if not rows.empty:
             yield path.parent, rows
 
@@ -534,7 +539,7 @@ def text_of(name):
     if kind == "quote":
         return quote(what)
     if kind == "speed":
-        source = RUNG._replace(make=lambda rows: speed(rows, what))
+        source = LADDER_SOURCE._replace(make=lambda rows: speed(rows, what))
     elif name in TABLES:
         source = TABLES[name]
     else:

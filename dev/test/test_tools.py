@@ -253,9 +253,9 @@ def test_rows_that_tables_show(tmp):
     old = {**about, "run": "1", "date": "2030", "T": 1, "ms": 1}
     new = {**about, "run": "2", "date": "2031", "T": 1, "ms": 2}
 
-    def shown(*rows, apart=(), **where):
+    def shown(*rows, newest_by=(), **where):
         path = written(tmp / "rows.jsonl", jsonl(rows))
-        found = tables.newest_rows(path, where, list(apart))
+        found = tables.newest_rows(path, where, list(newest_by))
         return [row["ms"] for row in found.to_dict("records")]
 
     assert shown() == []
@@ -265,7 +265,7 @@ def test_rows_that_tables_show(tmp):
     assert shown(old, new | {"dirty": True}) == [1]
     assert shown(old, new | {"dirty": None}) == [1]
     assert shown(old, new | {"T": 4}) == [2]
-    assert shown(old, new | {"T": 4}, apart=["T"]) == [1, 2]
+    assert shown(old, new | {"T": 4}, newest_by=["T"]) == [1, 2]
     assert shown(old, new | {"T": 4}, T=1) == [1]
 
 
