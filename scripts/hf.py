@@ -153,8 +153,8 @@ def find_folder(source):
 
 def check_architecture(path, config):
     """Fails if any setting would make it another model than plain GPT-2."""
-    # A missing key means transformers' default, which is the first value here. That of the
-    # activation has been filled in: it does not depend on what our program computes.
+    # A missing key means transformers' default, which is the first value here. read_config() has
+    # filled in a missing activation, because the first of ACTIVATIONS need not be the default.
     allowed = {
         "model_type": ("gpt2",),
         "activation_function": ACTIVATIONS,
@@ -243,12 +243,12 @@ def check_tensors(folder, config, found):
 
     wanted = dict(tensors(config))
     for name, shape in wanted.items():
-        dtype, have, _ = found.get(name, ("none", "none", None))
-        want = shape[::-1] if is_conv1d(name) else shape
-        if dtype not in NUMPY_TYPE or have != want:
+        expected = shape[::-1] if is_conv1d(name) else shape
+        dtype, found_shape, _ = found.get(name, ("none", "none", None))
+        if dtype not in NUMPY_TYPE or found_shape != expected:
             raise Fail(
-                f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {want}, "
-                f"found {dtype} of {have}; get the folder again"
+                f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {expected}, "
+                f"found {dtype} of {found_shape}; get the folder again"
             )
 
     for name, (dtype, shape, data) in found.items():
@@ -268,7 +268,7 @@ def check_tensors(folder, config, found):
             )
 
 
-def import_model(source, out, want, _):
+def import_model(source, out, want):
     """Writes the checkpoint `out` with the type `want`, or with the source's type if it is None.
     Returns configuration and type."""
     folder = find_folder(source)
@@ -328,7 +328,7 @@ def read_model(path):
         min(config.values()) < 1
         or not 0 <= padding < 128
         or config["n_embd"] % config["n_head"] != 0
-        or config["n_layer"] > size
+        or config["n_layer"] > size  # before tensors() makes a list of so many layers
     ):
         raise Fail(f"{path}: {DAMAGED} (sizes {config}, padded vocabulary {header[7]})")
 
@@ -435,11 +435,13 @@ def convert_model(a):
     """Writes the output whole or not at all, and returns its configuration and type."""
     if os.path.lexists(a.out):
         raise Fail(f"{a.out}: exists already; remove it or choose another name")
-    run = import_model if a.command == "import" else export_model
     want = TYPE_OF_PRECISION.get(a.precision)
     with tempfile.TemporaryDirectory(prefix=f"{a.out.name}.tmp.", dir=a.out.parent) as folder:
         made = Path(folder, a.out.name)
-        config, dtype = run(a.source, made, want, a.bytes)
+        if a.command == "import":
+            config, dtype = import_model(a.source, made, want)
+        else:
+            config, dtype = export_model(a.source, made, want, a.bytes)
         os.rename(made, a.out)
     return config, dtype
 
