@@ -96,6 +96,7 @@ def check_stdout():
     except SystemExit as end:
         if end.code:
             raise
+        # An exit with 0, as after --help, is a success only if stdout was written.
     finally:
         stdout.flush()
         stderr.flush()
@@ -131,6 +132,7 @@ def reading(what, advice=DAMAGED):
     try:
         yield
     except Exception as error:
+        # A Fail is such a line already. Callers make one of an error that names a file.
         if isinstance(error, Fail) or getattr(error, "filename", None):
             raise
         reason = " ".join(str(error).split())  # on one line

@@ -114,12 +114,12 @@ def trainer_options(a, checkpoint, shard):
 def checkpoint_tensors(model):
     """The tensors in a checkpoint's order: a block's first tensor of every layer, then its second
     of every layer, and so on. wte is padded to VP rows."""
-    layers = zip(*(block.parameters() for block in model.blocks))
+    same_tensor_of_every_layer = zip(*(block.parameters() for block in model.blocks))
     found = [
         model.wte.weight,
         torch.zeros(VP - V, model.wte.weight.shape[1]),
         model.wpe.weight,
-        *itertools.chain(*layers),
+        *itertools.chain(*same_tensor_of_every_layer),
         *model.lnf.parameters(),
     ]
     return [p.detach().numpy() for p in found]
@@ -129,8 +129,8 @@ def random_chain(n):
     """Token ids with the frequencies of text, most of which follow a random first-order Markov
     chain, so that there is something to learn."""
     rng = np.random.default_rng(2)
-    successors = np.reshape(text_ids(2000, 2), (1000, 2))  # two for each id modulo 1000
-    free = text_ids(n, 3)
+    successors = np.reshape(text_ids(2000, seed=2), (1000, 2))  # two for each id modulo 1000
+    free = text_ids(n, seed=3)
     choice = rng.integers(0, 2, n)
     jump = rng.random(n)
     tokens = np.zeros(n, np.int64)

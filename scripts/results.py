@@ -38,7 +38,7 @@ def fail(text):
 def arguments(doc, bench=None):
     """A parser whose --help shows the script's `doc`. If the script measures, its rows go to
     `bench`.jsonl with --json, or to the file that --out names."""
-    run_name()  # the programs that the script starts inherit it
+    run_name()  # sets RUN, which the programs that the script starts inherit
     arg = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -158,8 +158,9 @@ class Peer:
         for rows in columns.split(1024):  # so that S fits in memory
             s = q[rows] @ k.T / math.sqrt(q.shape[1])
             s = s.masked_fill(rows[:, None] < columns, -math.inf)
-            out.append(s.softmax(-1) @ v)
-            out[-1].backward(dout[rows])
+            piece = s.softmax(-1) @ v
+            piece.backward(dout[rows])
+            out.append(piece)
         found = [x[-1, -1].double() for x in (self.out[0], *self.backward(0))]
         exact = (torch.cat(out), q.grad, k.grad, v.grad)
         return results.largest(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact))
@@ -225,7 +226,8 @@ def peer_rows(torch, backend, dtype, B, T, HS):
             flops = PRODUCTS[name] * B * NH * T * T * HS
             ms = peer.cool_ms(run)
             sustained = peer.sustained_ms(run, ms)
-            peer.forward_all()  # the captured results belonged to the graphs, which are gone
+            # For backward. The results of captured passes belonged to the graphs, which are gone.
+            peer.forward_all()
             fields = {
                 "torch": torch.__version__,
                 **peer.version,

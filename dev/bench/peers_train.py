@@ -244,9 +244,10 @@ def skipped_line(kernel, attention, B, T, reason):
 
 
 def fastest(kernel, model, B, T, ours, tried, **about):
-    """A list with the row of the fastest, empty if there is none. `tried` yields each kind of
-    attention with its figures, or with the reason why there are none. `about` is what a row says
-    beside these; the GPU's name may be in either."""
+    """Prints a line for each kind of attention that was tried. Returns a list with the row of the
+    fastest, empty if there is none. `tried` yields each kind with its figures, or with the reason
+    why there are none. `about` is what a row says beside these, such as the CUDA version, and the
+    GPU's name if the figures do not have it."""
     found = []
     for sdpa, figures in tried:
         if isinstance(figures, str):
