@@ -3,9 +3,9 @@
 # the losses. Exits with 1 if they differ. The ways are gpus, torchrun, mpirun and machines; by
 # default all whose launcher is installed.
 #
-# All runs use --overlap 1, which is the default only between machines, because it changes the order
-# in which the norm is summed. In the way "machines" each of the two ranks sees one GPU, and NCCL
-# may use the network alone, as on two machines.
+# All runs use --overlap 1, because it changes the order in which the norm is summed, and its default
+# is 1 only between machines. With "machines" each of the two ranks sees one GPU, and NCCL may use
+# only the network, as on two machines.
 cd "$(dirname "$0")/.." || exit
 self=$PWD/scripts/launchers.sh
 . dev/test/within.sh
@@ -59,7 +59,7 @@ for way in ${*:-gpus torchrun mpirun machines}; do
         echo "$way: skipped, because it is not installed"
         continue
     fi
-    log=$groups/$way.log
+    log=$scratch/$way.log
     code=0
     within 120 "$self" --way "$way" >"$log" 2>&1 || code=$?
     losses=$(sed -n 's/^step \([^|]*| loss [^|]*| norm [^|]*\).*/\1/p' "$log")

@@ -13,16 +13,20 @@ shift
 limit=${TEST_LIMIT:-1200}
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc obeys these variables
 background=
-[ "$cores" -lt 16 ] || background=yes
+if [ "$cores" -ge 16 ]; then
+    background=yes
+fi
 # Threads that spin while they wait for each other take cores that other programs need.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 # The reference's small models gain nothing from more than 16 threads: those of 64 cores mostly wait
 # for each other. But test_attention's references have long sequences, whose rows the threads share.
 attention_threads=${OMP_NUM_THREADS:-$cores}
-[ "$cores" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
+if [ "$cores" -gt 16 ]; then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
+fi
 
 . "$(dirname "$0")/within.sh"
-logs=$groups/logs
+logs=$scratch/logs
 mkdir "$logs"
 passed=0
 failed=0
@@ -75,9 +79,9 @@ source_of() {
     echo "$(dirname "$1")/test/$(basename "$1").cu"
 }
 
-# Which programs run when.
-before=      # first, alone on the GPUs
-longest=     # beside the foreground
+# Which programs run when. The first pattern that fits a program decides.
+before=      # one at most: first, alone on the GPUs
+longest=     # one at most: beside the foreground
 foreground=  # one after the other
 others=      # in the background from the beginning, or else at the end
 for program in "$@"; do
@@ -101,21 +105,21 @@ if [ "$background" ]; then
     done
     compile &
 fi
-for program in $before; do
-    run "$program"
-    report "$program"
-done
-for program in $longest; do
-    (export OMP_NUM_THREADS="$attention_threads"; run "$program") &
-done
+if [ "$before" ]; then
+    run "$before"
+    report "$before"
+fi
+if [ "$longest" ]; then
+    (export OMP_NUM_THREADS="$attention_threads"; run "$longest") &
+fi
 for program in $foreground; do
     run "$program"
     report "$program"
 done
 wait
-for program in $longest; do
-    report "$program"
-done
+if [ "$longest" ]; then
+    report "$longest"
+fi
 for program in $others; do
     [ "$background" ] || run "$program"
     report "$program"

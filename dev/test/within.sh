@@ -6,10 +6,11 @@
 # Each command has a process group of its own. What the command started is killed with it, and at
 # Ctrl-C or SIGTERM all that still runs.
 
-# A folder with a file for each group that runs, named by its number. Scripts keep their logs there,
-# too: it is removed at exit.
-groups=$(mktemp -d)
-trap 'rm -rf "$groups"' EXIT
+# A folder that is removed at exit, for the scripts' logs, too.
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+groups=$scratch/groups  # has a file for each group that runs, named by its number
+mkdir "$groups"
 # A shell lets its background processes ignore Ctrl-C, which some tests send. env can undo that,
 # unless it is old.
 default_interrupt=$(env --default-signal=INT true 2>/dev/null && echo env --default-signal=INT)
