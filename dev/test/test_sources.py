@@ -43,10 +43,10 @@ def without_comments(text):
     return re.sub(r"//[^\n]*", "", text)
 
 
-# All words of all headers: a superset of the names that they declare. The pattern below finds the
-# word __global__ in place of a kernel's name. It never counts as declared, because headers declare
+# What stands for a kernel's name. It is never among the declared names, because headers declare
 # only the functions that launch kernels.
 KERNEL = "__global__"
+# All words of all headers: a superset of the names that they declare.
 DECLARED = set(re.findall(r"\w+", without_comments("\n".join(HEADERS.values())))) - {KERNEL}
 
 
@@ -55,8 +55,10 @@ def included(text):
 
 
 def test_what_no_header_declares_is_static_or_in_an_unnamed_namespace():
+    # Each pattern has one group, the name. A definition's first line has a { or does not end with ;
     a_type = r"(?:struct|class|union|enum class|enum) (?:alignas.* )?(\w+)(?:.*\{.*|.*[^;])$"
     kernel = rf"({KERNEL}) void\W*\w*"
+    # A function's definition has a { after its parameters, and no ; before it.
     function = (
         r"(?!static |namespace |using |template )(?:\w[\w:<>*&, ]*[ *&])?"
         r"([\w:~]+)\([^;{}]*\)[^;{}]*\{"
@@ -66,8 +68,8 @@ def test_what_no_header_declares_is_static_or_in_an_unnamed_namespace():
     for name, text in SOURCES.items():
         outside = re.sub(r"^namespace \{$.*?^\}  // namespace$", "", text, flags=re.S | re.M)
         found += len(defined.findall(without_comments(text)))
-        # Of each match one group is not empty. A member function counts as its class.
         matches = defined.findall(without_comments(outside))
+        # Of a match's three groups one is not empty. A member function counts as its class.
         names = {"".join(match).split("::")[0] for match in matches}
         undeclared = names - DECLARED
         assert not undeclared, f"{name}: neither static nor declared: {undeclared}"
