@@ -153,13 +153,14 @@ def find_folder(source):
 
 def check_architecture(path, config):
     """Fails if any setting would make it another model than plain GPT-2."""
+    n_embd = config.get("n_embd")  # of any type yet, see check_sizes()
     # A missing key means transformers' default, which is the first value here. read_config() has
     # filled in a missing activation, because the first of ACTIVATIONS need not be the default.
     allowed = {
         "model_type": ("gpt2",),
         "activation_function": ACTIVATIONS,
         "layer_norm_epsilon": (1e-5,),
-        "n_inner": (None, 4 * (config.get("n_embd") or 0)),
+        "n_inner": (None, 4 * n_embd if type(n_embd) is int else None),
         "tie_word_embeddings": (True,),
         "add_cross_attention": (False,),
         "scale_attn_weights": (True,),

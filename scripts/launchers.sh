@@ -8,7 +8,6 @@
 # only the network, as on two machines.
 cd "$(dirname "$0")/.." || exit
 self=$PWD/scripts/launchers.sh
-. dev/test/within.sh
 steps=20
 train="./train_gpt2cu -e d12 -b 8 -t 1024 -x $steps -v 0 -s 0 --overlap 1"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -52,6 +51,7 @@ if [ "$1" = --way ]; then
     exit
 fi
 
+. dev/test/within.sh  # after --way, which is killed with what it started and could remove no folder
 first=""
 failed=""
 for way in ${*:-gpus torchrun mpirun machines}; do

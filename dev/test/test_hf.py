@@ -392,6 +392,7 @@ def test_configurations_that_are_refused():
         ("add_cross_attention", True),
         ("scale_attn_by_inverse_layer_idx", True),
         ("n_embd", 33),
+        ("n_embd", {"width": 32}),
         ("n_layer", 0),
         ("n_head", "2"),
         ("vocab_size", None),
