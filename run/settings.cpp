@@ -303,7 +303,7 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int ranks) {
         o.zero = ranks > 1 && can_shard(C, ranks) ? 1 : 0;
     if (o.zero > 0 && ranks > 1 && !can_shard(C, ranks))
         throw UsageError(format(
-            "--zero 1: %d channels do not divide evenly among %d ranks; use --zero 0", C, ranks));
+            "--zero 1: %d channels are not a multiple of 4·%d ranks; use --zero 0", C, ranks));
     if (o.lr < 0)
         o.lr = C < 256 ? 2e-3f : 3e-4f;
 }

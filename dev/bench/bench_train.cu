@@ -533,7 +533,7 @@ int main(int argc, char** argv) {
         {"--model", "", Option::Choice, &o.model, "size of GPT-2", "tiny|d12|d24|d36|d48"},
         {"--shapes", "", Option::String, &o.shapes,
          "batch sizes and sequence lengths, as BxT,BxT,…; default: those of the README's tables"},
-        {"--precision", "", Option::Choice, &o.precision, "of weights and activations",
+        {"--precision", "", Option::Choice, &o.precision, "type of weights and activations",
          "bf16|fp32"},
         {"--attention", "", Option::Choice, &o.attention, "attention kernel", attention_names()},
         {"--recompute", "-r", Option::Int, &o.recompute,
