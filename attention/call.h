@@ -75,8 +75,8 @@ struct RowStatsView {
     }
 };
 
-// Writes every element of out and lse. lse_rest receives the rounding error of lse, the part that
-// did not fit into fp32, unless it is null. Only the fp32 kernels that work on pieces of a sequence
+// Writes every element of out and lse. lse_rest, unless it is null, receives the rounding error of
+// lse, the part that did not fit into fp32. Only the fp32 kernels that work on pieces of a sequence
 // support that; the others refuse an lse_rest.
 template <class X, class Y = X>
 struct AttentionForward {
@@ -92,9 +92,9 @@ struct AttentionForward {
 
 // Writes every element of dq, dk and dv, and clears the part of scratch that it accumulates into.
 //
-// lse_rest is the rounding error of lse, as forward wrote it, if the kernel supports that. Pass
-// null only if the call covers all keys of its rows. An fp32 kernel may then work the error out by
-// itself, because a row's P must add up to 1.
+// A kernel that supports lse_rest needs it, as forward wrote it, if the call covers only some of
+// the keys of its rows. With null it may work the rounding error of lse out by itself, from all
+// keys: a row's P must add up to 1. The other kernels refuse an lse_rest here, too.
 template <class X, class Y = X>
 struct AttentionBackward {
     AttentionShape s;
@@ -129,7 +129,7 @@ struct PackedHeads {
     HeadsView<X> v;
 };
 
-// The tensor has T tokens, of which a call may use only some. Only the heads of `s` matter.
+// The tensor has T tokens, of which a call may use only some. Of `s` only NH and HS matter.
 template <class X>
 PackedHeads<X> packed(X* qkv, int T, const AttentionShape& s) {
     const size_t q_width = s.queries().C();
