@@ -46,7 +46,7 @@ const AttentionKernel<X>* find(std::string_view name) {
     return nullptr;
 }
 
-// If this GPU can run none of them, the last.
+// If this GPU can run none of them, the last, so that attention_kernel() can say what that needs.
 template <class X>
 const AttentionKernel<X>* find_fastest(const Cuda& dev) {
     const AttentionKernel<X>* kernel = nullptr;
@@ -148,9 +148,10 @@ bool rows_apart(size_t row_bytes, const CallMemory::Dimension& inner,
 }
 
 // True if a and b share no byte. Both views consist of blocks (rows, or whole sequences), of
-// a_bytes and b_bytes, that start at multiples of `period` from the view's first block. So b's
-// blocks all lie at the same offset within a period. A block of a may be at the start of that
-// period, so b's has to begin after it and to end within the period.
+// a_bytes and b_bytes, that start at multiples of `period` from the view's first block. b's first
+// block is `distance` after a's. So if periods are counted from a's first block, a's blocks are all
+// at the start of a period, and b's all at the same offset within one. A block of b has to begin
+// after the end of a's and to end within the period.
 bool apart_in_a_period(size_t distance, size_t a_bytes, size_t b_bytes, size_t period) {
     const size_t offset = distance % period;
     return offset >= a_bytes && offset + b_bytes <= period;

@@ -85,7 +85,7 @@ __device__ __forceinline__ WorkTile work_tile(int heads, int NH, TileOrder order
 // -------------------------------------------------------------------------------------------------
 // Launches
 
-// How many blocks a launch has that starts one for each tile of each head.
+// How many blocks a launch needs so that each tile of each head has one.
 inline unsigned count_blocks(const char* name, int tiles, int heads) {
     const size_t blocks = static_cast<size_t>(tiles) * heads;
     if (blocks > INT_MAX)
@@ -94,7 +94,7 @@ inline unsigned count_blocks(const char* name, int tiles, int heads) {
     return static_cast<unsigned>(blocks);
 }
 
-// f(std::integral_constant<int, HS>), so that the head size is known to the compiler.
+// Calls f(std::integral_constant<int, HS>), so that the head size is known to the compiler.
 template <class F>
 void with_head_size(int HS, F f) {
     if (HS == 64)

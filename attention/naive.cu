@@ -188,7 +188,7 @@ Matrices<X> scores(const X* att, const AttentionShape& s) {
             .cols = s.Tk};
 }
 
-constexpr int kMaxLists = 9;  // of a pass: backward's
+constexpr int kMaxLists = 9;  // of a pass; backward has the most
 
 // Bytes of att, and of backward's scratch: each holds scores, followed by the lists of a pass.
 template <class X>
