@@ -71,7 +71,7 @@ struct ForwardTiles {
     // A step takes a whole stage. O and S take 64 registers each at HS 64, and 128 and 32 at HS
     // 128.
     static constexpr int Bc = HS == 64 ? 64 : 32;
-    // else its fragments are fetched again for every tile of keys
+    // Where it is not, its fragments are fetched again for every tile of keys.
     static constexpr bool QInRegisters = HS == 64;
 
     struct SharedMemory {  // 48 KB at HS 64, 64 KB at HS 128
@@ -123,11 +123,13 @@ __device__ __forceinline__ int visible_columns(const Problem<bf16>& p, int row, 
 }
 
 // The online softmax of a warp's rows. This lane has rows lane/4 and lane/4 + 8 of each MMA tile.
+// Its m may still be −inf after a tile, because keys come from the last tile to the first, and a
+// row may see none of the last ones.
 template <int M>
 struct Softmax {
     float l[M][2] = {};  // of this lane's columns until finish
     float m[M][2];
-    float m_log2[M][2];  // what the exponents are relative to
+    float m_log2[M][2];  // what exponents are relative to: m·scale_log2, or 0 if m is −inf
 
     __device__ __forceinline__ Softmax() {
         for (int i = 0; i < M; i++)
@@ -303,6 +305,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     float lse[M][2];
     softmax.finish(p.scale_log2, o, lse);
+    // by way of the warp's rows of Q, at the start of smem
     store_rows<HS>(o, smem, warp_row, w.head<HS>(args.out) + q0 * args.out.token_stride,
                    args.out.token_stride, p.Tq - q0);
     // after out: with lse first the compiler makes the loop above 2 % slower
@@ -494,6 +497,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 
     scale(dq, p.scale);
+    // by way of the warp's rows of Q, at the start of smem
     store_rows<HS>(dq, smem, warp_row, w.head<HS>(args.dq) + q0 * args.dq.token_stride,
                    args.dq.token_stride, p.Tq - q0);
 #endif
@@ -628,6 +632,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 
     scale(dk, p.scale);
+    // by way of the warp's rows of K, at the start of smem, and of V
     store_rows<HS>(dk, smem, warp_row, w.head<HS>(args.dk) + k0 * args.dk.token_stride,
                    args.dk.token_stride, p.Tk - k0);
     store_rows<HS>(dv, smem + offsetof(SharedMemory, v), warp_row,

@@ -176,7 +176,8 @@ struct alignas(8 * M) Excess {
 };
 
 // The online softmax of a warp's rows, of which this lane has lane/4 and lane/4 + 8 in each MMA
-// tile.
+// tile. Its m may still be −inf after a tile, because keys come from the last tile to the first,
+// and a row may see none of the last ones.
 template <int HS>
 struct Softmax {
     static constexpr int M = kWarpTiles<HS>;
