@@ -454,10 +454,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 #pragma unroll  // or else the compiler unrolls later, when it has already ordered the loads
         for (int kk = 0; kk < HS / 16; kk++) {
-            const auto& q = q_rows.kept_or_loaded(q_smem + warp_row * RowBytes, kk);
-            const auto& dout = do_rows.kept_or_loaded(do_smem + warp_row * RowBytes, kk);
-            multiply_abt<HS>(s, q, k_tile, kk * 16);
-            multiply_abt<HS>(dp, dout, v_tile, kk * 16);
+            const auto& q_regs = q_rows.kept_or_loaded(q_smem + warp_row * RowBytes, kk);
+            const auto& do_regs = do_rows.kept_or_loaded(do_smem + warp_row * RowBytes, kk);
+            multiply_abt<HS>(s, q_regs, k_tile, kk * 16);
+            multiply_abt<HS>(dp, do_regs, v_tile, kk * 16);
         }
 
         for (int i = 0; i < M; i++)

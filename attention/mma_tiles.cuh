@@ -27,10 +27,11 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 // row and col are multiples of 16 and known to the compiler, so that one register, `first`, serves
 // all blocks of the tile:
 //   row   16 rows further down r % 8 is the same, and so is the swizzle. The offset is added.
-//   col   moves by c = col / 8 pieces, an even number. The swizzle is an xor, so that is one too:
-//         (c ^ piece) ^ (r % 8) = c ^ (piece ^ (r % 8)), because c + piece = c ^ piece for piece 0
-//         or 1. It flips only bits of the offset within a row. In the tile's address these are 0,
-//         because tiles start at multiples of a row's length.
+//   col   The block begins at piece c = col / 8, an even number. So this lane's piece, 0 or 1 in
+//         the block at (0, 0), is c + piece = c ^ piece, and its place is
+//         (c ^ piece) ^ (r % 8) = c ^ (piece ^ (r % 8)). In bytes that is `first` ^ 16·c. It flips
+//         only bits of the offset within a row. In the tile's address these are 0, because tiles
+//         start at multiples of a row's length.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
@@ -140,11 +141,11 @@ template <class X>
 __device__ __forceinline__ WorkTile work_tile(const Problem<X>& p, TileOrder order) {
     const unsigned block = blockIdx.x;
     const int blocks_of_group = p.group * p.tiles;
-    const int first_head = block / blocks_of_group * p.group;  // of this block's group
-    const int heads = min(p.group, p.heads - first_head);      // the last group may be smaller
+    const int first_head = block / blocks_of_group * p.group;       // of this block's group
+    const int heads_of_group = min(p.group, p.heads - first_head);  // the last may have fewer
     const int i = block - first_head * p.tiles;  // the block's number within its group
-    const int nth = i / heads;                   // of the head's tiles, in `order`
-    const int bh = first_head + i % heads;
+    const int nth = i / heads_of_group;          // of the head's tiles, in `order`
+    const int bh = first_head + i % heads_of_group;
     return {.tile = order == TileOrder::last_to_first ? p.tiles - 1 - nth : nth,
             .bh = bh,
             .b = bh / p.NH,
