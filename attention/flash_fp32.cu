@@ -331,23 +331,23 @@ __device__ WorkTile query_tile(int NH) {
             .h = static_cast<int>(blockIdx.x % NH)};
 }
 
-// Writes O / l and lse. The thread has rows lane_q, lane_q + 4, ….
+// Writes O / l and lse. The thread has rows lane_q, lane_q + 4, …, and l of its own columns.
 template <int HS, int M, int N>
 __device__ void store_rows(const ForwardArgs& args, const WorkTile& w, int lane_q, int col,
-                           const float (&o)[M][N], const float (&m)[M], float (&l)[M]) {
+                           const float (&o)[M][N], const float (&m)[M], const float (&l)[M]) {
 #pragma unroll  // or else the compiler unrolls later, when it has already ordered the loads
     for (int i = 0; i < M; i++) {
-        l[i] = row_sum(l[i]);
+        const float sum = row_sum(l[i]);
         const int t = lane_q + i * kLaneRows;
         if (t >= args.Tq)
             continue;
         float* out = args.out.row(w.b, t, w.h, HS) + 4 * col;
-        const float inv_l = 1.f / l[i];
+        const float inv_l = 1.f / sum;
         for (int n = 0; n < N / 4; n++)
             store4(out + n * kPieceStride, &o[i][4 * n], inv_l);
         if (col > 0)
             continue;
-        const double exact = m[i] + precise_log(l[i]);
+        const double exact = m[i] + precise_log(sum);
         const float lse = static_cast<float>(exact);
         w.stats(args.lse)[t] = lse;
         if (args.lse_rest.ptr)
@@ -447,7 +447,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // D = rowsum(dO∘O). HS/16 neighbouring lanes own a row, kTerms each, and add their sums from left
 // to right. dP = dO Vᵀ is summed in the same order. So dP − D is exactly 0 where one key has all
-// the weight, because O is its V.
+// the weight, because O is its V. Rows are numbered as in dO and O, (B, Tq, NH), and not as in D.
 template <int HS>
 __global__ void D_kernel(float* D, HeadsView<const float> dout, HeadsView<const float> out, int Tq,
                          int NH, size_t rows) {
@@ -741,7 +741,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 // -------------------------------------------------------------------------------------------------
 // Launchers
 
-// Fills what ForwardArgs and BackwardArgs have in common.
+// Fills what ForwardArgs and BackwardArgs have in common. Throws Error if the call is more than one
+// launch covers.
 template <class Args, class Call>
 Args common_args(const Call& c) {
     const AttentionShape& s = c.s;
@@ -776,12 +777,12 @@ bool launch(const Cuda& dev, void (*kernel)(Args), const Args& args, dim3 blocks
     return true;
 }
 
-// Calls launch(Large{}), and launch(Small{}) if the large tiles do not fit.
-template <class Large, class Small, class Launch>
-void launch_largest(const Cuda& dev, Launch launch) {
-    bool launched = launch(Large{});
+// Calls try_launch(Large{}), and try_launch(Small{}) if the large tiles do not fit.
+template <class Large, class Small, class TryLaunch>
+void launch_largest(const Cuda& dev, TryLaunch try_launch) {
+    bool launched = try_launch(Large{});
     if (!launched)
-        launched = launch(Small{});
+        launched = try_launch(Small{});
     if (!launched)
         throw Error(format(
             "%s needs 64 KB of shared memory per block, which %s does not have; use --attention "
@@ -789,19 +790,19 @@ void launch_largest(const Cuda& dev, Launch launch) {
             kName, dev.name.c_str()));
 }
 
-template <class Launch>
-void launch_forward(const Cuda& dev, int HS, Launch launch) {
+template <class TryLaunch>
+void launch_forward(const Cuda& dev, int HS, TryLaunch try_launch) {
     if (HS == 64)
-        launch_largest<Forward64, ForwardSmall64>(dev, launch);
+        launch_largest<Forward64, ForwardSmall64>(dev, try_launch);
     else
-        launch_largest<Forward128, ForwardSmall128>(dev, launch);
+        launch_largest<Forward128, ForwardSmall128>(dev, try_launch);
 }
-template <class Launch>
-void launch_backward(const Cuda& dev, int HS, Launch launch) {
+template <class TryLaunch>
+void launch_backward(const Cuda& dev, int HS, TryLaunch try_launch) {
     if (HS == 64)
-        launch_largest<Backward64, BackwardSmall64>(dev, launch);
+        launch_largest<Backward64, BackwardSmall64>(dev, try_launch);
     else
-        launch_largest<Backward128, BackwardSmall128>(dev, launch);
+        launch_largest<Backward128, BackwardSmall128>(dev, try_launch);
 }
 
 // A block for each tile of queries.
