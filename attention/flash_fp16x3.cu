@@ -411,17 +411,6 @@ struct BackwardArgs {
     HeadsView<float> dv;
 };
 
-// The bits of the largest magnitude in the warp's tile of dS.
-template <int M, int N>
-__device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
-    float m = 0.f;
-    for (int i = 0; i < M; i++)
-        for (int n = 0; n < N; n++)
-            for (int e = 0; e < 4; e++)
-                m = max_nan(m, fabsf(c[i][n][e]));
-    return warp_largest(m);
-}
-
 // Sums of P are integers in units of 2^-30, because a float would lose what is small beside 1.
 constexpr uint32_t kPSumOne = 1 << 30;
 
@@ -668,7 +657,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                     dS_sum[i][r] += dS_tile[i][r];
                 }
 
-            const uint32_t dS_largest = largest_of(s);
+            const uint32_t dS_largest = warp_largest(s);
             uint32_t hi[Bc / 16][M][4];
             uint32_t lo[Bc / 16][M][4];
             pack_a(hi, lo, s, factor_for(dS_largest));
@@ -830,7 +819,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                     }
             }
 
-            const uint32_t dS_largest = largest_of(dp);
+            const uint32_t dS_largest = warp_largest(dp);
             pack_a(hi, lo, dp, factor_for(dS_largest));
             add_ab<HS, Br>(dk, hi, lo, q_do.x_tile(),
                            power_of_two(-exponent_for(dS_largest) - kPExponent) * q_unit);

@@ -6,14 +6,14 @@
 //   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi      a product: three MMAs, small terms first
 //
 // Why fp16? It has as many significand bits as TF32, 11, and its MMAs run at twice the rate. A pair
-// takes 4 bytes, not 8, and ldmatrix transposes it. Three parts and six products is what bf16 would
-// take. The weakness of fp16 is range. An exact power of two cures it, the 2^e that brings a tile's
+// takes 4 bytes, not 8, and ldmatrix transposes it. bf16 would take three parts and six products.
+// The weakness of fp16 is range. An exact power of two cures it, the 2^e that brings a tile's
 // largest magnitude to [2^14, 2^15). Elements down to 2^-17 of the largest keep all 22 bits, and
 // none is off by more than 2^-39 of it.
 //
-// Tensor cores truncate when they add. A sum of one sign loses up to a unit for each step, so over
-// all keys it would drift with T. So each tile's product starts at 0 and takes its small terms
-// first. An ordinary FMA then adds it to O, dQ, dK or dV.
+// Tensor cores truncate when they add. A sum of one sign loses up to a unit in the last place at
+// each step, so over all keys it would drift with T. So each tile's product starts at 0 and takes
+// its small terms first. An ordinary FMA then adds it to O, dQ, dK or dV.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -34,10 +34,12 @@ __device__ __forceinline__ float power_of_two(int e) {
 }
 // 2^e for that e, or NaN if an element is NaN or infinite. The NaN then spreads over the tile.
 __device__ __forceinline__ float factor_for(uint32_t largest) {
-    return largest < 0x7f800000u ? power_of_two(exponent_for(largest)) : __int_as_float(0x7fffffff);
+    constexpr uint32_t kInfinityBits = 0x7f800000;
+    constexpr uint32_t kNanBits = 0x7fffffff;
+    return largest < kInfinityBits ? power_of_two(exponent_for(largest)) : __int_as_float(kNanBits);
 }
 
-// What undoes that factor.
+// 2^−e, which undoes that factor. It is the operand's unit: x = (hi + lo)·unit.
 __device__ __forceinline__ float unit_for(uint32_t largest) {
     return power_of_two(-exponent_for(largest));
 }
@@ -49,13 +51,24 @@ __device__ __forceinline__ void split(uint32_t& hi, uint32_t& lo, float x0, floa
     lo = pack_f16(x0 - rounded.x, x1 - rounded.y);
 }
 
-// The bits of the largest magnitude in the warp. A NaN's bits are larger than any number's.
+// The bits of the largest magnitude in the warp, where x is this thread's. A NaN's bits are larger
+// than any number's.
 __device__ __forceinline__ uint32_t warp_largest(float x) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_max_sync(~0u, __float_as_uint(x));
 #else
     return 0;
 #endif
+}
+// The same of the warp's accumulator.
+template <int M, int N>
+__device__ __forceinline__ uint32_t warp_largest(const float (&c)[M][N][4]) {
+    float m = 0.f;
+    for (int i = 0; i < M; i++)
+        for (int n = 0; n < N; n++)
+            for (int e = 0; e < 4; e++)
+                m = max_nan(m, fabsf(c[i][n][e]));
+    return warp_largest(m);
 }
 
 // threadIdx.x, opaque to the compiler. What follows from it is computed for each tile, not kept in
@@ -86,8 +99,9 @@ struct PairTile {
 template <int HS, int Rows, int Threads>
 constexpr int kPieces = Rows * HS / 4 / Threads;
 
+// The largest magnitude in this thread's pieces.
 template <int N>
-__device__ __forceinline__ float largest(const float4 (&x)[N]) {
+__device__ __forceinline__ float thread_largest(const float4 (&x)[N]) {
     float m = 0.f;
     for (int i = 0; i < N; i++) {
         m = max_nan(m, max_nan(fabsf(x[i].x), fabsf(x[i].y)));
@@ -100,6 +114,7 @@ __device__ __forceinline__ float largest(const float4 (&x)[N]) {
 template <int HS, int Threads, int Lo, int N>
 __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&x)[N], float factor,
                                             unsigned thread) {
+    constexpr int RowsAtOnce = Threads / (HS / 4);
     const unsigned row = thread / (HS / 4);
     const unsigned piece = thread % (HS / 4);
 #pragma unroll  // or else the compiler unrolls later, and orders the instructions differently
@@ -108,8 +123,7 @@ __device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&
         uint2 l;
         split(h.x, l.x, x[i].x * factor, x[i].y * factor);
         split(h.y, l.y, x[i].z * factor, x[i].w * factor);
-        unsigned char* at =
-            tile + swizzled<HS>(row + i * (Threads / (HS / 4)), piece / 2) + piece % 2 * 8;
+        unsigned char* at = tile + swizzled<HS>(row + i * RowsAtOnce, piece / 2) + piece % 2 * 8;
         *reinterpret_cast<uint2*>(at) = h;
         *reinterpret_cast<uint2*>(at + Lo) = l;
     }
@@ -126,10 +140,12 @@ __device__ __forceinline__ float keep_rows(unsigned char* tile, const float* hea
     const int row = row0 + static_cast<int>(lane / (HS / 4));
     const float* src = head + row * row_stride + lane % (HS / 4) * 4;
     float4 rows[kPieces<HS, Rows, 32>];
-    for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += RowsAtOnce * row_stride)
+    for (int i = 0; i < kPieces<HS, Rows, 32>; i++) {
         rows[i] = row + i * RowsAtOnce < end ? *reinterpret_cast<const float4*>(src)
                                              : float4{0.f, 0.f, 0.f, 0.f};
-    const uint32_t rows_largest = warp_largest(largest(rows));
+        src += RowsAtOnce * row_stride;
+    }
+    const uint32_t rows_largest = warp_largest(thread_largest(rows));
     store_split<HS, 32, Lo>(tile, rows, factor_for(rows_largest), lane);
     return unit_for(rows_largest);
 }
@@ -156,8 +172,8 @@ __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const fl
                 c[m][n + i][e] += x[m][i][e];
 }
 
-// c (16·M × 8·N) += A · Bᵀ over HS: the small terms, then the large ones. A's rows are the first of
-// tile a, and c's columns are the first rows of tile b. S adds its large terms in two chains,
+// c (16·M × 8·N) += A · Bᵀ over HS: the small terms, then the large ones, in 1 or 2 chains. A's
+// rows are the first of a_tile, and c's columns are the first rows of b_tile. S takes 2 chains,
 // because a long chain drifts and S's absolute error is P's relative error.
 template <int HS, int Chains, int M, int N, int ALo, int BLo>
 __device__ __forceinline__ void multiply_abt(float (&c)[M][N][4], PairTile<ALo> a_tile,
@@ -256,8 +272,9 @@ __device__ __forceinline__ void pack_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&l
 // the block works on those before them, then split.
 template <int HS, int Rows, int Threads>
 struct Stream {
-    static constexpr int Lo = Rows * HS * 2;
-    static constexpr int Pair = 2 * Lo;
+    // In bytes.
+    static constexpr int Lo = Rows * HS * static_cast<int>(sizeof(half));  // a tile's hi parts
+    static constexpr int TileBytes = 2 * Lo;  // a tile as pairs, and also as floats
     static constexpr int Pieces = kPieces<HS, Rows, Threads>;
 
     // The bits of the tiles' largest magnitudes.
@@ -266,10 +283,12 @@ struct Stream {
         uint32_t y;
     };
 
-    unsigned char* smem;  // four parts of Pair bytes: x as pairs, y as pairs, x and y as floats
+    unsigned char* smem;  // four tiles: x as pairs, y as pairs, x as floats, y as floats
 
     __device__ __forceinline__ PairTile<Lo> x_tile() const { return {smem_address(smem)}; }
-    __device__ __forceinline__ PairTile<Lo> y_tile() const { return {smem_address(smem) + Pair}; }
+    __device__ __forceinline__ PairTile<Lo> y_tile() const {
+        return {smem_address(smem) + TileBytes};
+    }
 
     // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros. This
     // needs no barrier, because each thread will read only what it copied itself.
@@ -278,8 +297,8 @@ struct Stream {
                                          int row0, int end) const {
         const float* x_head = w.head<HS>(x);
         const float* y_head = w.head<HS>(y);
-        copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token_stride, row0, end);
-        copy_tile(smem_address(smem) + 3 * Pair, y_head, y.token_stride, row0, end);
+        copy_tile(smem_address(smem) + 2 * TileBytes, x_head, x.token_stride, row0, end);
+        copy_tile(smem_address(smem) + 3 * TileBytes, y_head, y.token_stride, row0, end);
     }
     static __device__ __forceinline__ void copy_tile(uint32_t floats, const float* head,
                                                      size_t row_stride, int row0, int end) {
@@ -287,17 +306,20 @@ struct Stream {
         const unsigned thread = opaque_thread_idx();
         const int row = row0 + static_cast<int>(thread / (HS / 4));
         const float* src = head + row * row_stride + thread % (HS / 4) * 4;
-        for (int i = 0; i < Pieces; i++, src += RowsAtOnce * row_stride)
+        for (int i = 0; i < Pieces; i++) {
             cp_async_16(floats + (thread + i * Threads) * 16, src, row + i * RowsAtOnce < end);
+            src += RowsAtOnce * row_stride;
+        }
     }
 
     // Splits what has arrived, once all warps have left the last tile. When it returns, the next
     // floats may be copied, and after a barrier all warps find this tile. seen(x) is called with
-    // this thread's pieces of x. Rows of y are multiplied by factor(row). y's largest
-    // magnitude is found before that, because the factors are too close to 1 to matter to it.
+    // this thread's pieces of x. Rows of y are multiplied by factor(row). y's largest magnitude is
+    // found before that, because the factors are too close to 1 to matter to it.
     template <class Seen, class Factor>
     __device__ __forceinline__ Largest split_tiles(Seen seen, Factor factor) const {
         constexpr int Warps = Threads / 32;
+        constexpr int RowsAtOnce = Threads / (HS / 4);
         static_assert(Warps == 4, "four maxima are read at once");
         __shared__ struct {
             alignas(16) uint32_t x[Warps];
@@ -305,8 +327,8 @@ struct Stream {
         } maxima;  // the bits of each warp's
         const unsigned thread = opaque_thread_idx();
         cp_async_wait<0>();
-        const float4* x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread;
-        const float4* y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
+        const float4* x_floats = reinterpret_cast<const float4*>(smem + 2 * TileBytes) + thread;
+        const float4* y_floats = reinterpret_cast<const float4*>(smem + 3 * TileBytes) + thread;
         float4 x[Pieces];
         float4 y[Pieces];
         for (int i = 0; i < Pieces; i++) {
@@ -315,8 +337,8 @@ struct Stream {
         }
         seen(x);
 
-        const uint32_t x_max = warp_largest(largest(x));
-        const uint32_t y_max = warp_largest(largest(y));
+        const uint32_t x_max = warp_largest(thread_largest(x));
+        const uint32_t y_max = warp_largest(thread_largest(y));
         if (thread % 32 == 0) {
             maxima.x[thread / 32] = x_max;
             maxima.y[thread / 32] = y_max;
@@ -330,13 +352,13 @@ struct Stream {
         store_split<HS, Threads, Lo>(smem, x, factor_for(x_all), thread);
         for (int i = 0; i < Pieces; i++) {
             y[i] = y_floats[i * Threads];  // read again for lack of registers
-            const float f = factor(thread / (HS / 4) + i * (Threads / (HS / 4)));
+            const float f = factor(thread / (HS / 4) + i * RowsAtOnce);
             y[i].x *= f;
             y[i].y *= f;
             y[i].z *= f;
             y[i].w *= f;
         }
-        store_split<HS, Threads, Lo>(smem + Pair, y, factor_for(y_all), thread);
+        store_split<HS, Threads, Lo>(smem + TileBytes, y, factor_for(y_all), thread);
         return {.x = x_all, .y = y_all};
     }
     __device__ __forceinline__ Largest split_tiles() const {
