@@ -287,7 +287,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * 16 * M;
     const int lane = threadIdx.x % 32;
-    auto first_q = [&] { return w.tile * Br + warp_row; };  // the warp's first query
+    // The warp's first query: a function, as in dq_kernel.
+    auto first_q = [&] { return w.tile * Br + warp_row; };
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto copy_kv = [&](int j) {
@@ -422,6 +423,7 @@ struct RowError {
 };
 // Finds it from the sums of this lane's columns.
 __device__ __forceinline__ RowError error_of_row(float dS_sum, uint32_t P_sum) {
+    // quad_sum() of both, interleaved
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
         dS_sum += __shfl_xor_sync(~0u, dS_sum, lanes);
         P_sum += __shfl_xor_sync(~0u, P_sum, lanes);
@@ -550,8 +552,8 @@ __device__ __forceinline__ void correct_rows(float (&dq)[M][HS / 8][4], float (&
                 change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
             }
 
-            const float p_change = 1.f - kLn2 * change;  // 2^−change: it corrects P, and so dq
-            scale_row(dq, i, r, p.scale * p_change);
+            const float correction = 1.f - kLn2 * change;  // 2^−change, of P and so of dq
+            scale_row(dq, i, r, p.scale * correction);
             if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
                 const float corrected = lse_log2[i][r] + change;
                 const float lost = (lse_log2[i][r] - corrected) + change;  // to rounding
@@ -582,7 +584,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows;
     const int lane = threadIdx.x % 32;
-    // the warp's first query
+    // The warp's first query: a function, because a variable would spill at HS 64.
     auto first_q = [&] { return w.tile * Br + static_cast<int>(opaque_thread_idx() / 32 * Rows); };
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
@@ -710,7 +712,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows;
     const int lane = threadIdx.x % 32;
-    auto first_k = [&] { return w.tile * Bc + warp_row; };  // the warp's first key
+    // The warp's first key: a function, because a variable would spill at HS 64.
+    auto first_k = [&] { return w.tile * Bc + warp_row; };
     // the first query that sees key k0 is k0 − shift
     const int first_tile = max(0, w.tile * Bc - p.shift) / Br;
     const int q_tiles = ceil_div<Br>(p.Tq);
