@@ -120,9 +120,10 @@ __device__ __forceinline__ int take_ticket(const ForwardArgs& args) {
 }
 
 // Heads run in groups whose keys and values stay in L2. Within a group the longest tiles come
-// first, so that the last to finish are short. Tiles are counted from the last query, and the one
-// that is not full, if Br does not divide Tq, is that of the first queries, which see the fewest
-// keys. Its q0 is negative, and warpgroups whose own first query is negative have no queries.
+// first, so that the last to finish are short. Tiles are counted from the end, which is Tq rounded
+// up to 64. If Br does not divide the end, the tile of the first queries, which see the fewest
+// keys, begins before query 0, and so do some of its warpgroups. As all begin at multiples of 64,
+// these have no queries.
 template <int Br, int Bc>
 __device__ __forceinline__ ForwardWorkTile work_tile(const ForwardArgs& args, int ticket) {
     const int first = ticket / (args.group * args.tiles) * args.group;  // the group's first head
@@ -130,7 +131,8 @@ __device__ __forceinline__ ForwardWorkTile work_tile(const ForwardArgs& args, in
     const int i = ticket - first * args.tiles;             // work tile within the group
     const int tile = i / size;
     const int bh = first + i % size;
-    const int q0 = ceil_div<64>(args.Tq) * 64 - (tile + 1) * Br;
+    const int end = ceil_div<64>(args.Tq) * 64;
+    const int q0 = end - (tile + 1) * Br;
     const int q_end = min(q0 + Br, args.Tq);
     const int k_end = min(args.Tk, q_end + args.shift);
     return {.b = bh / args.NH, .h = bh % args.NH, .q0 = q0, .k_tiles = ceil_div<Bc>(k_end)};
@@ -227,8 +229,8 @@ struct Producer {
             }
 
             tile = work_tile<Tiles::Br, Bc>(args, ticket);
-            // For the work tile after this one. Waiting for the answer after the loads instead was
-            // not faster.
+            // For the work tile after this one. Here the thread waits for the counter's answer
+            // before it loads; to wait after the loads was not faster.
             ticket = take_ticket(args);
             shared.work_tile[i] = tile;
             for (int wg = 0; wg < W; wg++) {
@@ -291,7 +293,8 @@ struct Consumer {
     }
 
     // Starts S = Q Kᵀ for the tile's first keys, as many as s has columns. Here and below, the
-    // parameter s is the member or, in a first step with half a tile, attend()'s `half`.
+    // parameter s is the member or, in a first step with half a tile, attend()'s `half`. With
+    // wgmma_ss_set for the first k-step the kernel would spill at HS 64.
     template <int N>
     __device__ __forceinline__ void start_s(float (&s)[N][4]) {
         const uint64_t q_tile = wgmma_descriptor(q);
@@ -473,9 +476,10 @@ struct Consumer {
         finish_step(previous);
     }
 
-    // Waits for V(j), too, which the next start_o multiplies: no other wait stands between. That it
-    // stands here and not there is because the loop in mbarrier_wait keeps the compiler from moving
-    // the exponentials past the wait for O: they are to run while the tensor cores multiply.
+    // Before it waits for O it waits for V(j), which only the next start_o needs, and which nobody
+    // else waits for. The loop in mbarrier_wait is why: the compiler does not move the
+    // exponentials, which are to run while the tensor cores multiply, past it and so past the wait
+    // for O.
     __device__ __forceinline__ void wait_for_o() {
         shared.v_full.wait(kv);
         wgmma_wait<0>(o);
@@ -715,7 +719,7 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     const CUtensorMap q_map = tensor_map("q", c.q, s.queries(), 64);
     const CUtensorMap k_map = tensor_map("k", c.k, s.keys(), Tiles::Bc);
     const CUtensorMap v_map = tensor_map("v", c.v, s.keys(), Tiles::Bc);
-    CUtensorMap out_map = q_map;
+    CUtensorMap out_map = q_map;  // a valid one, for fp32, which does not use it
     if constexpr (std::is_same_v<Y, float>)
         args.out = c.out;
     else
