@@ -101,8 +101,8 @@ using BackwardTile = bf16[kTile * HS];
 // 48 KB at HS 64, 96 KB at HS 128.
 template <int HS>
 struct DqSharedMemory {
-    bf16 q[kTile * HS];
-    bf16 dout[kTile * HS];
+    BackwardTile<HS> q;
+    BackwardTile<HS> dout;
     PipelineBuffer<BackwardTile<HS>, 2> k;
     PipelineBuffer<BackwardTile<HS>, 2> v;
     uint64_t rows_full;       // Q and dO are there
@@ -112,8 +112,8 @@ struct DqSharedMemory {
 // 49 KB at HS 64, 97 KB at HS 128.
 template <int HS>
 struct DkdvSharedMemory {
-    bf16 k[kTile * HS];
-    bf16 v[kTile * HS];
+    BackwardTile<HS> k;
+    BackwardTile<HS> v;
     PipelineBuffer<BackwardTile<HS>, 2> q;
     PipelineBuffer<BackwardTile<HS>, 2> dout;
     PipelineBuffer<LseDPair[kTile / 2], 2> lse_D;

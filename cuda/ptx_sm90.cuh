@@ -276,7 +276,8 @@ __device__ __forceinline__ void grid_wait_dependency() {
 //   transposed       a row is one k, its 64 elements are m or n.
 //                    The next k-step of 16 is 2048 bytes further on, and the next 64 of m or n are
 //                    `next64` bytes further on.
-// A matrix that is not transposed, or has no more than 64 of m or n, does not use next64.
+// A matrix that is not transposed, or has no more than 64 of m or n, does not use next64, which is
+// then 16 bytes: 1 in the descriptor, as PTX assumes there.
 //
 //   bits     value, addresses and offsets in units of 16 bytes
 //   0–13     address
