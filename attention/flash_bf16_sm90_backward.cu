@@ -90,13 +90,13 @@ struct BackwardArgs {
     using Tiles = BackwardTiles<HS>;
     using TileScheduler = BackwardTileScheduler<Tiles::Br, Tiles::Bc>;
 
-    CUtensorMap q;
-    CUtensorMap k;
-    CUtensorMap v;
-    CUtensorMap dout;
-    CUtensorMap dq;
-    CUtensorMap dk;
-    CUtensorMap dv;
+    CUtensorMap q_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+    CUtensorMap dout_map;
+    CUtensorMap dq_map;
+    CUtensorMap dk_map;
+    CUtensorMap dv_map;
     HeadsView<Y> dk_rows;  // for consumers that write dK and dV themselves, see kDkvFits
     HeadsView<Y> dv_rows;
     TileScheduler scheduler;
@@ -110,7 +110,7 @@ struct BackwardArgs {
     int* ticket;  // of the next work tile
 
     // The sum of a consumer's half of query tile i's dQ, and its semaphore. first_sum and
-    // first_semaphore are the scheduler's sum_index and semaphore_index.
+    // first_semaphore are what the scheduler's functions of these names return.
     __device__ float* sum(int first_sum, int i) const {
         return dq_sum + (first_sum + kConsumers * i) * size_t{Tiles::kDqHalf};
     }
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0 && blockIdx.x == 0)
         *args.ticket = 0;
     if (threadIdx.x < kConsumers)
-        *args.dq_semaphore(args.scheduler.semaphore_index(bh, threadIdx.x), q_tile) = 0;
+        *args.dq_semaphore(args.scheduler.first_semaphore(bh, threadIdx.x), q_tile) = 0;
 
     const int row = threadIdx.x / Lanes;
     const int lane = threadIdx.x % Lanes;
@@ -313,11 +313,11 @@ struct Loader {
             const QueryWalk walk = args.scheduler.query_walk(tile);
 
             shared.k_full.arrive_expect(w, sizeof shared.k[w]);
-            load<Tiles::Bc>(shared.k.address(w), args.k, k0, shared.k_full.address(w));
+            load<Tiles::Bc>(shared.k.address(w), args.k_map, k0, shared.k_full.address(w));
             load_queries(walk.i);
             shared.v_empty.wait(w);
             shared.v_full.arrive_expect(w, sizeof shared.v[w]);
-            load<Tiles::Bc>(shared.v.address(w), args.v, k0, shared.v_full.address(w));
+            load<Tiles::Bc>(shared.v.address(w), args.v_map, k0, shared.v_full.address(w));
             for (int t = 1; t < walk.left; t++)
                 load_queries(walk.i + t * walk.step);
         }
@@ -328,8 +328,8 @@ struct Loader {
         shared.q_empty.wait(n);
         shared.q_full.arrive_expect(
             n, sizeof shared.q[n] + sizeof shared.dout[n] + sizeof shared.row_stats[n]);
-        load<Tiles::Br>(shared.q.address(n), args.q, i * Tiles::Br, full);
-        load<Tiles::Br>(shared.dout.address(n), args.dout, i * Tiles::Br, full);
+        load<Tiles::Br>(shared.q.address(n), args.q_map, i * Tiles::Br, full);
+        load<Tiles::Br>(shared.dout.address(n), args.dout_map, i * Tiles::Br, full);
         // Computed late, because this thread has few registers.
         const size_t q_tile = static_cast<size_t>(bh) * args.scheduler.q_tiles + i;
         bulk_load(shared.row_stats.address(n), args.row_stats + q_tile * 2 * Tiles::Br,
@@ -368,8 +368,8 @@ struct Sender {
             shared.k_empty.arrive(w);
 
             QueryWalk walk = args.scheduler.query_walk(tile);
-            const int first_sum = args.scheduler.sum_index(tile.bh, wg);
-            const int first_semaphore = args.scheduler.semaphore_index(tile.bh, wg);
+            const int first_sum = args.scheduler.first_sum(tile.bh, wg);
+            const int first_semaphore = args.scheduler.first_semaphore(tile.bh, wg);
             int added = 0;  // parts, by the semaphore when it was last seen
             for (; walk.left > 0; ++walk, n++) {
                 const DqPart part = args.scheduler.dq_part(tile, walk.forwards(), walk.i);
@@ -418,7 +418,7 @@ struct Sender {
             constexpr int kPanelColumns = kRowBytes / sizeof(Y);
             for (int d = 0; d < 64; d += kPanelColumns) {
                 const int panel = d / kPanelColumns * 64 * kRowBytes;  // bytes
-                tma_store_4d(&args.dq, dq_smem + panel, d0 + d, h, t0, b);
+                tma_store_4d(&args.dq_map, dq_smem + panel, d0 + d, h, t0, b);
             }
         } else if (part.is_first()) {
             bulk_store(args.sum(first_sum, i), dq_smem, kBytes);
@@ -450,8 +450,8 @@ __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
             constexpr int kPanelColumns = kRowBytes / sizeof(Y);
             for (int d = 0; d < HS; d += kPanelColumns) {
                 const int panel = d / kPanelColumns * Tiles::Bc * kRowBytes;  // bytes
-                tma_store_4d(&args.dk, dk + panel, d, h, k0, b);
-                tma_store_4d(&args.dv, dv + panel, d, h, k0, b);
+                tma_store_4d(&args.dk_map, dk + panel, d, h, k0, b);
+                tma_store_4d(&args.dv_map, dv + panel, d, h, k0, b);
             }
         }
         bulk_commit();
@@ -587,8 +587,8 @@ struct Consumer {
     const BackwardArgs<HS, Y>& args;
     SharedMemory<HS, Y>& shared;
     const int warp;
-    const int wg;   // 0 or 1
-    const int row;  // the warp's first key in the work tile
+    const int wg;        // 0 or 1
+    const int warp_row;  // the warp's first key in the work tile
     const Turns turns;
 
     int w = 0;
@@ -598,10 +598,10 @@ struct Consumer {
     int s_w = 0;
     BackwardWorkTile s_work_tile;  // the s_w-th, whose S comes next: `tile` or the one after it
 
-    float s[Br / 8][4];       // Sᵀ before it is scaled, then Pᵀ
-    float dp[Br / 8][4];      // dPᵀ
-    uint32_t p[Br / 16][4];   // Pᵀ as A operand
-    uint32_t ds[Br / 16][4];  // dSᵀ as A operand
+    float s[Br / 8][4];            // Sᵀ before it is scaled, then Pᵀ
+    float dp[Br / 8][4];           // dPᵀ
+    uint32_t p_regs[Br / 16][4];   // Pᵀ as A operand
+    uint32_t ds_regs[Br / 16][4];  // dSᵀ as A operand
     float dv[HS / 8][4];
     float dk[HS / 8][4];  // not scaled before it is stored, like dq
     float dq[8][4];       // this consumer's half of dQ
@@ -613,7 +613,7 @@ struct Consumer {
           shared(shared),
           warp(__shfl_sync(~0u, threadIdx.x / 32, 0)),
           wg(warp / 4 - 1),
-          row(64 * wg + 16 * (warp % 4)),
+          warp_row(64 * wg + 16 * (warp % 4)),
           turns{wg} {}
 
     __device__ __forceinline__ void run() {
@@ -649,7 +649,7 @@ struct Consumer {
             turns.wait_for_mine();
             mask();
             exponentials();  // P(n)
-            start_add_ab<HS>(dv, p, shared.dout.address(n));
+            start_add_ab<HS>(dv, p_regs, shared.dout.address(n));
             if (HS == 64)
                 turns.pass_on();
 
@@ -668,7 +668,7 @@ struct Consumer {
             wgmma_fence_operand(dq);
 
             // [quote]
-            start_add_ab<HS>(dk, ds, shared.q.address(n));
+            start_add_ab<HS>(dk, ds_regs, shared.q.address(n));
             fence_proxy_async();  // for dS; it need not wait, as the stores are done by now
             shared.ds_full.arrive(n);
             if (HS == 128)
@@ -762,7 +762,7 @@ struct Consumer {
 
         const int lane = lane_id();  // a register less in the loop
         for (int r = 0; r < 2; r++) {
-            const int key = k0 + row + 8 * r + lane / 4;
+            const int key = k0 + warp_row + 8 * r + lane / 4;
             // How many columns come before those that see the key, counted from this lane's first.
             const int hidden = (key < Tk ? key - shift - q0 : Br) - lane % 4 * 2;
             for (int f = 0; f < Br / 8; f++)
@@ -787,7 +787,7 @@ struct Consumer {
         a_regs[kk][right * 2 + 1] = pack_bf16(x[2], x[3]);
     }
 
-    // Sᵀ becomes Pᵀ, in s and as A operand in p.
+    // Sᵀ becomes Pᵀ, in s and as A operand in p_regs.
     __device__ __forceinline__ void exponentials() {
         const auto& stats = shared.row_stats[n];
         for (int f = 0; f < Br / 8; f++) {
@@ -795,11 +795,11 @@ struct Consumer {
             for (int e = 0; e < 4; e++)
                 s[f][e] =
                     exp2_approx(s[f][e] * args.scale_log2 - (e % 2 == 0 ? lse_log2.x : lse_log2.y));
-            pack_a(p, f, s[f]);
+            pack_a(p_regs, f, s[f]);
         }
     }
 
-    // dS = P∘(dP − D), transposed, as A operand in ds.
+    // dS = P∘(dP − D), transposed, as A operand in ds_regs.
     __device__ __forceinline__ void softmax_gradient() {
         const auto& stats = shared.row_stats[n];
         for (int f = 0; f < Br / 8; f++) {
@@ -807,16 +807,16 @@ struct Consumer {
             float x[4];
             for (int e = 0; e < 4; e++)
                 x[e] = s[f][e] * (dp[f][e] - (e % 2 == 0 ? D.x : D.y));
-            pack_a(ds, f, x);
+            pack_a(ds_regs, f, x);
         }
     }
 
     __device__ __forceinline__ void store_ds() {
-        const uint32_t block = block16(shared.ds.address(n), row, threadIdx.x % 32);
+        const uint32_t block = block16(shared.ds.address(n), warp_row, threadIdx.x % 32);
         for (int kk = 0; kk < Br / 16; kk++) {
             const uint32_t column = (kk % 4) << 5;  // bytes in the panel
             const uint32_t panel = kk / 4 * Bc * kRowBytes;
-            stmatrix_x4((block ^ column) + panel, ds[kk]);
+            stmatrix_x4((block ^ column) + panel, ds_regs[kk]);
         }
     }
 
@@ -836,10 +836,10 @@ struct Consumer {
         }
     }
     __device__ __forceinline__ void add_other_parts(DqPart part, int i) {
-        const int first_semaphore = args.scheduler.semaphore_index(tile.bh, wg);
+        const int first_semaphore = args.scheduler.first_semaphore(tile.bh, wg);
         while (load_acquire_gpu(args.dq_semaphore(first_semaphore, i)) < part.last) {
         }
-        const float* const others = args.sum(args.scheduler.sum_index(tile.bh, wg), i);
+        const float* const others = args.sum(args.scheduler.first_sum(tile.bh, wg), i);
         const float4* const sum = reinterpret_cast<const float4*>(others) + threadIdx.x % 128;
         for (int f = 0; f < 8; f++) {
             const float4 x = __ldcg(sum + f * 128);
@@ -859,13 +859,13 @@ struct Consumer {
     __device__ __forceinline__ void store_dk_dv() {
         if constexpr (SharedMemory<HS, Y>::kDkvFits) {
             named_barrier_sync(kLastRead, kConsumerThreads);  // nobody reads K and dS any more
-            store_tile_swizzled<Y>(dk, args.scale, shared.dk(w), row, Bc);
-            store_tile_swizzled<Y>(dv, 1.f, shared.dv(), row, Bc);
+            store_tile_swizzled<Y>(dk, args.scale, shared.dk(w), warp_row, Bc);
+            store_tile_swizzled<Y>(dv, 1.f, shared.dv(), warp_row, Bc);
             fence_proxy_async();
         } else {
             const int b = tile.bh / args.scheduler.NH;
             const int h = tile.bh % args.scheduler.NH;
-            const int first_key = tile.k_tile * Bc + row;  // the warp's
+            const int first_key = tile.k_tile * Bc + warp_row;  // the warp's
             const int Tk = args.scheduler.Tk;
             store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token_stride,
                        first_key, Tk);
@@ -956,13 +956,13 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                            INT_MAX / 4));
 
     char* at = static_cast<char*>(c.scratch);
-    BackwardArgs<HS, Y> args{.q = tensor_map("q", c.q, s.queries(), Br),
-                             .k = tensor_map("k", c.k, s.keys(), Bc),
-                             .v = tensor_map("v", c.v, s.keys(), Bc),
-                             .dout = tensor_map("dout", c.dout, s.queries(), Br),
-                             .dq = tensor_map("dq", c.dq, s.queries(), 64),
-                             .dk = tensor_map("dk", c.dk, s.keys(), Bc),
-                             .dv = tensor_map("dv", c.dv, s.keys(), Bc),
+    BackwardArgs<HS, Y> args{.q_map = tensor_map("q", c.q, s.queries(), Br),
+                             .k_map = tensor_map("k", c.k, s.keys(), Bc),
+                             .v_map = tensor_map("v", c.v, s.keys(), Bc),
+                             .dout_map = tensor_map("dout", c.dout, s.queries(), Br),
+                             .dq_map = tensor_map("dq", c.dq, s.queries(), 64),
+                             .dk_map = tensor_map("dk", c.dk, s.keys(), Bc),
+                             .dv_map = tensor_map("dv", c.dv, s.keys(), Bc),
                              .dk_rows = c.dk,
                              .dv_rows = c.dv,
                              .scheduler = scheduler,

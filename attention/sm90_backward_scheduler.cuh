@@ -166,10 +166,10 @@ struct BackwardTileScheduler {
     // The sums of a head's query tiles follow one another, two for each, and so do the semaphores.
     // These are the indices of query tile 0's for consumer wg, 0 or 1. Query tile i's are 2·i
     // higher.
-    __device__ __forceinline__ int sum_index(int bh, int wg) const {
+    __device__ __forceinline__ int first_sum(int bh, int wg) const {
         return (bh % sum_heads) * q_tiles * 2 + wg;
     }
-    __device__ __forceinline__ int semaphore_index(int bh, int wg) const {
+    __device__ __forceinline__ int first_semaphore(int bh, int wg) const {
         return bh * q_tiles * 2 + wg;
     }
 };
