@@ -464,12 +464,23 @@ __device__ __forceinline__ void storer(const BackwardArgs<HS, Y>& args,
 // -------------------------------------------------------------------------------------------------
 // What a consumer is made of
 
-// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile; row is a
-// multiple of 16. Row r of a panel has its i-th 16 bytes in place i ^ (r % 8), and tiles are
-// aligned to 1024 bytes. So the address of the block that begins at an even i is this one ^ (16·i).
-__device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int lane) {
-    const int piece = (lane / 16) ^ (lane % 8);
-    return tile + (row + lane % 16) * kRowBytes + (piece << 4);
+// stmatrix stores a 16×16 block of bf16, which is two neighbouring 16-byte pieces of 16 rows. Lane
+// l gives the address of row l % 16 in piece l / 16 of the two. In TMA's swizzle piece i of a
+// panel's row r is at place i ^ (r % 8) of that row.
+
+// What a lane gives for pieces 0 and 1 of the tile's rows [row, row + 16); row is a multiple of 16.
+__device__ __forceinline__ uint32_t first_block(uint32_t tile, int row, int lane) {
+    const int piece = lane / 16;
+    const int place = piece ^ (lane % 8);
+    return tile + (row + lane % 16) * kRowBytes + (place << 4);
+}
+// The same for pieces i and i + 1, where i is even and counts on from panel to panel, eight in
+// each. As i is even, i + piece = i ^ piece, so the place is that in `first` ^ i. Rows are aligned
+// to their length, so the place alone is bits 4 to 6 of the address.
+__device__ __forceinline__ uint32_t block_at(uint32_t first, int i, int panel_bytes) {
+    const uint32_t i_in_panel = i % 8;
+    const int panel = i / 8;
+    return (first ^ (i_in_panel << 4)) + panel * panel_bytes;
 }
 
 // Puts factor·c into shared memory as Y: rows [row, row + 16) of a tile whose panels have
@@ -480,7 +491,7 @@ __device__ __forceinline__ void store_tile_swizzled(const float (&c)[N][4], floa
                                                     void* tile, int row, int panel_rows) {
     const int panel_bytes = panel_rows * kRowBytes;
     if constexpr (std::is_same_v<Y, bf16>) {
-        const uint32_t block = block16(smem_address(tile), row, lane_id());
+        const uint32_t first = first_block(smem_address(tile), row, lane_id());
         for (int n = 0; n < N; n += 2) {
             // The 16×16 block by quadrants: left r = 0, left r = 1, right r = 0, right r = 1.
             uint32_t packed[4];
@@ -488,21 +499,20 @@ __device__ __forceinline__ void store_tile_swizzled(const float (&c)[N][4], floa
                 for (int r = 0; r < 2; r++)
                     packed[2 * right + r] =
                         pack_bf16(factor * c[n + right][2 * r], factor * c[n + right][2 * r + 1]);
-            const uint32_t column = (n % 8) << 4;  // bytes in the panel
-            const uint32_t panel = n / 8 * panel_bytes;
-            stmatrix_x4((block ^ column) + panel, packed);
+            stmatrix_x4(block_at(first, n, panel_bytes), packed);
         }
     } else {
         const int lane_row = row + lane_id() / 4;
-        const int second_pair = lane_id() % 2;
-        unsigned char* const mine =
-            static_cast<unsigned char*>(tile) + lane_row * kRowBytes + second_pair * 8;
+        const int pair = lane_id() % 2;  // of a piece's two
+        unsigned char* const to =
+            static_cast<unsigned char*>(tile) + lane_row * kRowBytes + pair * 8;
         for (int n = 0; n < N; n++)
             for (int r = 0; r < 2; r++) {
-                const int piece = 2 * (n % 4) + lane_id() % 4 / 2;
-                const int place = piece ^ (lane_id() / 4);            // row % 8 is lane / 4
-                const int rows_further = n / 4 * panel_rows + 8 * r;  // whole panels, and r
-                *reinterpret_cast<float2*>(mine + rows_further * kRowBytes + place * 16) =
+                const int panel = n / 4;
+                const int piece = n % 4 * 2 + lane_id() % 4 / 2;  // of the panel's row
+                const int place = piece ^ (lane_id() / 4);        // row % 8 is lane / 4
+                const int rows_further = panel * panel_rows + 8 * r;
+                *reinterpret_cast<float2*>(to + rows_further * kRowBytes + place * 16) =
                     make_float2(factor * c[n][2 * r], factor * c[n][2 * r + 1]);
             }
     }
@@ -515,8 +525,10 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
     const int lane = lane_id();
     for (int r = 0; r < 2; r++) {
         const int t = t0 + 8 * r + lane / 4;
+        if (t >= end)
+            continue;
         float2* to = reinterpret_cast<float2*>(head + t * token_stride) + lane % 4;
-        for (int n = 0; n < N && t < end; n++)
+        for (int n = 0; n < N; n++)
             to[4 * n] = make_float2(factor * c[n][2 * r], factor * c[n][2 * r + 1]);
     }
 }
@@ -812,12 +824,9 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void store_ds() {
-        const uint32_t block = block16(shared.ds.address(n), warp_row, threadIdx.x % 32);
-        for (int kk = 0; kk < Br / 16; kk++) {
-            const uint32_t column = (kk % 4) << 5;  // bytes in the panel
-            const uint32_t panel = kk / 4 * Bc * kRowBytes;
-            stmatrix_x4((block ^ column) + panel, ds_regs[kk]);
-        }
+        const uint32_t first = first_block(shared.ds.address(n), warp_row, threadIdx.x % 32);
+        for (int kk = 0; kk < Br / 16; kk++)
+            stmatrix_x4(block_at(first, 2 * kk, Bc * kRowBytes), ds_regs[kk]);
     }
 
     // Puts dQ(n), which is this work tile's part of query tile i's dQ, into shared memory for the
