@@ -122,7 +122,7 @@ struct BackwardArgs {
 // -------------------------------------------------------------------------------------------------
 // Before the main kernel: lse and D of each query; the semaphores and the ticket become 0
 
-// One block for each query tile of a head. HS/8 lanes share a row.
+// One block for each query tile of a head. HS/8 lanes share a row, and each has 8 columns.
 template <int HS, class Y>
 __global__ void __launch_bounds__(1024)
     prepare_kernel(HeadsView<const bf16> dout, HeadsView<const bf16> out,
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(1024)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     grid_allow_dependents();
     constexpr int Br = BackwardTiles<HS>::Br;
-    constexpr int Lanes = HS / 8;
-    static_assert(Br * Lanes == 1024);
+    constexpr int kRowLanes = HS / 8;
+    static_assert(Br * kRowLanes == 1024);
 
     // Neighbouring blocks have the same tokens and neighbouring heads, so that what runs together
     // reads whole tokens.
@@ -149,19 +149,18 @@ __global__ void __launch_bounds__(1024)
     if (threadIdx.x < kConsumers)
         *args.dq_semaphore(args.scheduler.first_semaphore(bh, threadIdx.x), q_tile) = 0;
 
-    const int row = threadIdx.x / Lanes;
-    const int lane = threadIdx.x % Lanes;
+    const int row = threadIdx.x / kRowLanes;
+    const int row_lane = threadIdx.x % kRowLanes;
     const int t = q_tile * Br + row;
-    const size_t token = min(t, Tq - 1);
-    const size_t column = h * HS + lane * 8;
-    const bf16* const dout_row =
+    const size_t token = min(t, Tq - 1);  // one that exists
+    const size_t column = h * HS + row_lane * 8;
+    const bf16* const dout_8 =
         dout.ptr + b * dout.batch_stride + token * dout.token_stride + column;
-    const bf16* const out_row = out.ptr + b * out.batch_stride + token * out.token_stride + column;
-    float D =
-        dot8(*reinterpret_cast<const uint4*>(dout_row), *reinterpret_cast<const uint4*>(out_row));
-    for (int distance = 1; distance < Lanes; distance *= 2)
+    const bf16* const out_8 = out.ptr + b * out.batch_stride + token * out.token_stride + column;
+    float D = dot8(*reinterpret_cast<const uint4*>(dout_8), *reinterpret_cast<const uint4*>(out_8));
+    for (int distance = 1; distance < kRowLanes; distance *= 2)
         D += __shfl_xor_sync(~0u, D, distance);
-    if (lane > 0)
+    if (row_lane > 0)
         return;
 
     // As in RowStats.
@@ -390,17 +389,20 @@ struct Sender {
         }
     }
 
-    // Waits until the parts before this one have been added. The first part needs a place for the
-    // sum instead. If there is a head bh + sum_heads, which has earlier tickets, its sum was there,
-    // and the place is free when that head's last part has been counted. It has as many parts as
-    // this head, because their number depends on i alone. `added` is 0 then, as it counts this
-    // head's parts.
+    // Waits until the parts before this one have been added. `added` is what this part's semaphore
+    // has shown already.
+    //
+    // The first part has none before it. But heads bh and bh + sum_heads have one place for their
+    // sums, and the latter has it first, because its tickets are earlier. So if there is such a
+    // head, the first part inherits the place, and waits until all of that head's parts have been
+    // added. These are as many as this head's, because their number depends on i alone. `added`
+    // does not shorten that wait: none of this head's parts has been added yet, so it is 0.
     __device__ __forceinline__ void wait_for_semaphore(DqPart part, int bh, int first_semaphore,
                                                        int i, int added) const {
         const auto& scheduler = args.scheduler;
         const bool inherits = part.is_first() && bh + scheduler.sum_heads < scheduler.heads;
         const int wanted = inherits ? part.last + 1 : part.number;
-        // In query tiles, because the semaphores of all heads follow one another.
+        // In query tiles: a head's semaphores follow those of the head before it.
         const int to_other_head = inherits ? scheduler.sum_heads * scheduler.q_tiles : 0;
         const int* const semaphore = args.dq_semaphore(first_semaphore, i + to_other_head);
         while (added < wanted)
@@ -654,13 +656,13 @@ struct Consumer {
         const int first = n;  // the work tile's first query tile
 #pragma unroll 1
         do {
-            start_dp();
+            start_dp(n);
             if (n - 1 > first)
                 signal_dq(n - 2);  // stored in the iteration before, so its stores are done by now
 
             turns.wait_for_mine();
-            mask();
-            exponentials();  // P(n)
+            mask(walk.i);
+            exponentials(n);  // P(n)
             start_add_ab<HS>(dv, p_regs, shared.dout.address(n));
             if (HS == 64)
                 turns.pass_on();
@@ -671,10 +673,12 @@ struct Consumer {
             wgmma_wait<1>(dp);
             if (walk.left == 1)
                 shared.v_empty.arrive(w);
-            softmax_gradient();  // dS(n), while dV runs
-            store_ds();
+            softmax_gradient(n);  // dS(n), while dV runs
+            store_ds(shared.ds.address(n));
             wgmma_wait<0>(dv);
-            // start_dq overwrites dq, but to the compiler its asm reads dq, too. Uncleared, the old
+            // For the compiler. start_dq overwrites dq, but only if n > first; otherwise dq is what
+            // it is here. If that were not settled before the products, the compiler would
+            // serialize all of them (ptxas says so, C7515). And as its asm also reads dq, old
             // values would hold registers from one query tile to the next.
             clear(dq);
             wgmma_fence_operand(dq);
@@ -730,8 +734,8 @@ struct Consumer {
                        .bh = __shfl_sync(~0u, s_work_tile.bh, 0)};
     }
 
-    // Where a function below has a parameter n, that is the query tile it works on, which may be
-    // the next or the previous one. The others work on query tile n, the member.
+    // Each function below is told its query tile, because that may be the next or the previous one:
+    // n counts as everywhere here, and i is the query tile's number in its head, as in QueryWalk.
 
     // Starts Sᵀ of query tile n. After the last work tile it multiplies whatever is there, and
     // nobody reads the result. If the product depended on a condition, the compiler would clear s
@@ -742,7 +746,7 @@ struct Consumer {
         start_abt<HS>(s, wgmma_descriptor(shared.k.address(s_w) + 64 * wg * kRowBytes),
                       wgmma_descriptor(shared.q.address(n)));
     }
-    __device__ __forceinline__ void start_dp() {
+    __device__ __forceinline__ void start_dp(int n) {
         start_abt<HS>(dp, wgmma_descriptor(shared.v.address(w) + 64 * wg * kRowBytes),
                       wgmma_descriptor(shared.dout.address(n)));
     }
@@ -763,9 +767,9 @@ struct Consumer {
 
     // Sets S to −∞ where the query does not see the key. That includes keys past Tk, which TMA
     // reads as zeros: their exp(−lse) may overflow, and ∞·0 would make dQ NaN.
-    __device__ __forceinline__ void mask() {
+    __device__ __forceinline__ void mask(int i) {
         const int k0 = tile.k_tile * Bc;
-        const int q0 = walk.i * Br;
+        const int q0 = i * Br;
         const int shift = args.scheduler.shift;
         const int Tk = args.scheduler.Tk;
         const bool all_see_all = q0 + shift >= k0 + Bc - 1 && k0 + Bc <= Tk;
@@ -800,7 +804,7 @@ struct Consumer {
     }
 
     // Sᵀ becomes Pᵀ, in s and as A operand in p_regs.
-    __device__ __forceinline__ void exponentials() {
+    __device__ __forceinline__ void exponentials(int n) {
         const auto& stats = shared.row_stats[n];
         for (int f = 0; f < Br / 8; f++) {
             const float2 lse_log2 = of_columns(stats.lse_log2, f);
@@ -812,7 +816,7 @@ struct Consumer {
     }
 
     // dS = P∘(dP − D), transposed, as A operand in ds_regs.
-    __device__ __forceinline__ void softmax_gradient() {
+    __device__ __forceinline__ void softmax_gradient(int n) {
         const auto& stats = shared.row_stats[n];
         for (int f = 0; f < Br / 8; f++) {
             const float2 D = of_columns(stats.D, f);
@@ -823,8 +827,8 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ void store_ds() {
-        const uint32_t first = first_block(shared.ds.address(n), warp_row, threadIdx.x % 32);
+    __device__ __forceinline__ void store_ds(uint32_t ds_tile) const {
+        const uint32_t first = first_block(ds_tile, warp_row, threadIdx.x % 32);
         for (int kk = 0; kk < Br / 16; kk++)
             stmatrix_x4(block_at(first, 2 * kk, Bc * kRowBytes), ds_regs[kk]);
     }
@@ -969,7 +973,7 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                              .k_map = tensor_map("k", c.k, s.keys(), Bc),
                              .v_map = tensor_map("v", c.v, s.keys(), Bc),
                              .dout_map = tensor_map("dout", c.dout, s.queries(), Br),
-                             .dq_map = tensor_map("dq", c.dq, s.queries(), 64),
+                             .dq_map = tensor_map("dq", c.dq, s.queries(), 64),  // a half's
                              .dk_map = tensor_map("dk", c.dk, s.keys(), Bc),
                              .dv_map = tensor_map("dv", c.dv, s.keys(), Bc),
                              .dk_rows = c.dk,
