@@ -31,11 +31,11 @@
 // query tile later than the one before it; they all finish together, and the shortest comes last.
 //
 // So all heads walk forwards, except in the group of heads that runs last, which walks backwards. A
-// group is as many heads as fit into L2 and are worked on together. Groups run from the last heads
-// to the first, so the group that runs last is heads 0 to group − 1. If a sequence is so long that
-// a group is a single head, every second or third head walks backwards. Its work tiles start one
-// after another, while those of the head before it finish one after another, so each fits behind
-// one of those.
+// group is as many heads as fit into half of L2 and are worked on together. Groups run from the
+// last heads to the first, so the group that runs last is heads 0 to group − 1. If a sequence is so
+// long that a group is a single head, every second or third head walks backwards. Its work tiles
+// start one after another, while those of the head before it finish one after another, so each fits
+// behind one of those.
 //
 // No deadlock. A block waits only for work tiles with lower tickets than its own. Blocks that are
 // running have taken those, and each works through its own in order. So the unfinished one with the
@@ -92,9 +92,9 @@ struct BackwardTileScheduler {
     int group;      // heads that are worked on together
     int period;     // if group is 1: every period-th head walks backwards
     int sum_heads;  // how many heads have room for their sums of dQ at once
-    // For how many query tiles' sums scratch has room: at least sum_heads·q_tiles. That product may
-    // fall as q_tiles grows, because `group` falls. `sums` does not, so scratch that is enough for
-    // a call is also enough for one with fewer queries.
+    // For how many query tiles' sums scratch has room. sum_heads·q_tiles would be enough, but may
+    // fall as q_tiles grows, because `group` falls. `sums` is at least that and never falls, so
+    // scratch that is enough for a call is also enough for one with fewer queries.
     size_t sums;
 
     explicit BackwardTileScheduler(const AttentionShape& s)
@@ -117,6 +117,8 @@ struct BackwardTileScheduler {
         // Room for 3 groups, but for 6 heads if a group is a single large one. With room for 3 the
         // 4th would wait, because a head's last key tiles are slow.
         sum_heads = std::min(heads, std::max(6, 3 * group));
+        // Not less than sum_heads·q_tiles: if a group is a single head, sum_heads is at most 6.
+        // Otherwise it is at most 3·group, and group·q_tiles is at most group_tiles.
         sums = std::min<size_t>(std::min(heads, 3 * most_heads) * size_t(q_tiles),
                                 std::max(3 * group_tiles, 6 * q_tiles));
     }
@@ -144,7 +146,8 @@ struct BackwardTileScheduler {
     // order dQ, dK and dV are added up. Where every period-th head walks backwards, these are the
     // same heads in each sequence. Without a mask all heads walk backwards.
     __device__ __forceinline__ bool walks_forwards(int bh) const {
-        return masked && (group == 1 ? bh % NH % period > 0 : bh >= group);
+        const int h = bh % NH;
+        return masked && (group == 1 ? h % period > 0 : bh >= group);
     }
 
     __device__ __forceinline__ QueryWalk query_walk(BackwardWorkTile tile) const {
