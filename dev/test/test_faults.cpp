@@ -38,10 +38,15 @@ enum Fault {
     kFaults
 };
 
-// Operations on files of `folder` are counted, in any thread. It is "" in the test itself.
-std::string folder;
-int fault_at = -1;
-Fault fault = kNone;
+// Operations on files whose paths begin with `watched` are counted, in any thread. The one with
+// this number has the fault.
+struct Plan {
+    std::string watched;  // a folder or a file. "" counts nothing
+    int fault_at = -1;
+    Fault fault = kNone;
+};
+Plan plan;  // of this process. The test itself watches nothing
+
 bool no_threads = false;  // as where a user's or a container's limit is reached
 
 // Shared with the child processes, in which the operations happen.
@@ -65,7 +70,7 @@ std::map<ino_t, Unsynced> unsynced;          // by inode
 std::map<std::string, std::string> renamed;  // from the new name to the old
 
 std::string path_of(int fd) {
-    if (folder.empty())
+    if (plan.watched.empty())
         return "";
     char path[PATH_MAX] = "";
     if (readlink(format("/proc/self/fd/%d", fd).c_str(), path, sizeof path - 1) < 0)
@@ -80,7 +85,7 @@ struct stat info_of(int fd) {
     return info;
 }
 
-// Before a write.
+// Called before a write.
 void mark_unsynced(int fd) {
     const std::lock_guard<std::mutex> lock(guard);
     const std::string path = path_of(fd);
@@ -97,15 +102,15 @@ void mark_unsynced(int fd) {
 void mark_synced(int fd) {
     const std::lock_guard<std::mutex> lock(guard);
     unsynced.erase(info_of(fd).st_ino);
-    if (path_of(fd) == folder)
+    if (path_of(fd) == plan.watched)
         renamed.clear();
 }
 
-// Before a file is renamed. A file that is replaced has its old content or its new one after a
-// power cut, and both are tried by killing the process before and after.
+// Called before a file is renamed. A file that is replaced has its old content or its new one after
+// a power cut, and both are tried by killing the process before and after.
 void mark_renamed(const char* from, const char* to) {
     const std::lock_guard<std::mutex> lock(guard);
-    if (!folder.empty() && !exists(to))
+    if (!plan.watched.empty() && !exists(to))
         renamed[to] = from;
 }
 
@@ -126,10 +131,11 @@ void die() {
 
 // Does an operation, unless its fault is due. `act_half` does half of a write; other operations
 // have none.
-template <class Result>
-Result operation(const char* name, const std::string& path, const std::function<Result()>& act,
-                 std::function<Result()> act_half = nullptr) {
-    const bool is_counted = !folder.empty() && path.compare(0, folder.size(), folder) == 0;
+template <class Value>
+Value operation(const char* name, const std::string& path, const std::function<Value()>& act,
+                std::function<Value()> act_half = nullptr) {
+    const std::string& watched = plan.watched;
+    const bool is_counted = !watched.empty() && path.compare(0, watched.size(), watched) == 0;
     if (!is_counted)
         return act();
 
@@ -142,7 +148,7 @@ Result operation(const char* name, const std::string& path, const std::function<
     const int n = counted->operations++;
     counted->names[std::min(n, 999)] = name;
 
-    const Fault due = n == fault_at ? fault : kNone;
+    const Fault due = n == plan.fault_at ? plan.fault : kNone;
     if (due == kDiesBefore)
         die();
     if (due == kDiesInside) {
@@ -254,15 +260,8 @@ std::string options(const std::string& out) {
         model_file(kEndOften).c_str(), shard.c_str(), kSteps, out.c_str());
 }
 
-// A fault in operation `at` on a file whose path begins with `folder`.
-struct FaultAt {
-    std::string folder;
-    int at = -1;
-    Fault kind = kNone;
-};
-
-// Runs the program in a child process. Several ranks are its threads.
-Result train(const std::string& options, int ranks = 1, const FaultAt& due = {}) {
+// Runs the program in a child process, which has this plan. Several ranks are its threads.
+Result train(const std::string& options, int ranks = 1, const Plan& child_plan = {}) {
     const std::string several = ranks > 1 ? format(" --gpus %d", ranks) : "";
     std::istringstream rest(given_once(options + several));
     std::vector<std::string> words = {"train_gpt2cu"};
@@ -276,9 +275,7 @@ Result train(const std::string& options, int ranks = 1, const FaultAt& due = {})
     Processes process;
     counted->operations = 0;
     process.start([&] {
-        folder = due.folder;
-        fault_at = due.at;
-        fault = due.kind;
+        plan = child_plan;
         return ranks > 1 ? train_on_threads(argc, argv.data()) : train_main(argc, argv.data());
     });
     const std::vector<int> codes = process.wait();
@@ -286,7 +283,7 @@ Result train(const std::string& options, int ranks = 1, const FaultAt& due = {})
 }
 
 // What a run leaves: its last model and state, and of each line of its log the step, the gradient's
-// norm, and how many rows the line has.
+// norm, and how many rows are in it. Two are, if a row was written after half of another.
 std::string content(const std::string& out) {
     std::string all =
         read_file(model_path(out, kSteps)) + "|" + read_file(state_path(out, kSteps)) + "|";
@@ -315,7 +312,8 @@ struct FaultyRun {
     Result train_from_begin(int at, Fault kind) const {
         std::filesystem::remove_all(out);
         std::filesystem::copy(begin, out);
-        return train(options(out) + command, ranks, {out, at, kind});
+        return train(options(out) + command, ranks,
+                     {.watched = out, .fault_at = at, .fault = kind});
     }
 
     Result resume() const { return train(options(out) + command + " -y 1", ranks); }
@@ -437,7 +435,7 @@ TEST(faults_with_two_ranks) {
 TEST(a_failing_log_costs_no_step) {
     const auto log_of = [](const std::string& out) { return out + "/log.jsonl"; };
     const std::string counting = dir() + "/counting";
-    CHECK_RUN(train(options(counting), 1, {log_of(counting)}), 0, "checkpoint");
+    CHECK_RUN(train(options(counting), 1, {.watched = log_of(counting)}), 0, "checkpoint");
     std::vector<int> writes;  // the settings, then a row for each step
     for (int i = 0; i < counted->operations; i++)
         if (std::string(counted->names[i]) == "write")
@@ -447,7 +445,9 @@ TEST(a_failing_log_costs_no_step) {
     // before a checkpoint syncs the log, at whatever moment
     for (const int step : {1, 2}) {
         const std::string out = dir() + format("/failing_log_%d", step);
-        CHECK_RUN(train(options(out), 1, {log_of(out), writes.at(step), kNoSpace}), 1, "log.jsonl");
+        const Plan full_disk = {
+            .watched = log_of(out), .fault_at = writes.at(step), .fault = kNoSpace};
+        CHECK_RUN(train(options(out), 1, full_disk), 1, "log.jsonl");
         CHECK(newest_model(out) == step);
         CHECK(rows(out, "train").size() == size_t(step));
     }
@@ -538,7 +538,8 @@ TEST(gate_restart) {
     const std::string out = dir() + "/restarted";
     const std::string command = options(out) + "-nk 0 ";
     const int between_models = 35;  // an operation after the model of step 2 and before that of 4
-    CHECK_RUN(train(command, 1, {out, between_models, kDiesBefore}), 128 + SIGKILL);
+    const Plan death = {.watched = out, .fault_at = between_models, .fault = kDiesBefore};
+    CHECK_RUN(train(command, 1, death), 128 + SIGKILL);
     CHECK(newest_model(out) == 2);
     CHECK_RUN(train(command + "-y 1"), 0, "resumed at step 2\n");
     CHECK(content(out) == undisturbed());
