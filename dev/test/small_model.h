@@ -21,20 +21,23 @@ struct TensorInFile {
     size_t layers;
     bool decays = false;  // the matrices do
 };
-inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t Vp, size_t L, size_t C) {
-    return {{"wte", Vp * C, 1, true},
-            {"wpe", positions * C, 1, true},
+inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t padded_vocabulary,
+                                                 size_t layers, size_t C) {
+    constexpr bool decays = true;
+    const size_t L = layers;
+    return {{"wte", padded_vocabulary * C, 1, decays},
+            {"wpe", positions * C, 1, decays},
             {"ln1w", C, L},
             {"ln1b", C, L},
-            {"qkvw", 3 * C * C, L, true},
+            {"qkvw", 3 * C * C, L, decays},
             {"qkvb", 3 * C, L},
-            {"attprojw", C * C, L, true},
+            {"attprojw", C * C, L, decays},
             {"attprojb", C, L},
             {"ln2w", C, L},
             {"ln2b", C, L},
-            {"fcw", 4 * C * C, L, true},
+            {"fcw", 4 * C * C, L, decays},
             {"fcb", 4 * C, L},
-            {"fcprojw", 4 * C * C, L, true},
+            {"fcprojw", 4 * C * C, L, decays},
             {"fcprojb", C, L},
             {"lnfw", C, 1},
             {"lnfb", C, 1}};
@@ -73,7 +76,8 @@ inline size_t offset_of(int tensor, int layer = 0) {
 inline const size_t kParameters = elements_before(kTensorCount);
 
 // The weights are so large that windows differ in loss and gradients are clipped. Only letters are
-// likely, so that samples can be read back. No weight is zero, because every step changes a zero.
+// likely, so that samples can be read back. No weight is zero: a step whose learning rate is 1e-30
+// changes a zero, but is too small to change any other weight.
 //
 // The last layer norm makes the first channel 4 at every position. So a token's logit is about 4
 // times the first element of its row of wte, plus what the other channels add. `end` is the first
@@ -103,7 +107,7 @@ inline std::vector<float> make_weights(double end) {
             first_element = kAlmostZero;
         else if (v == kEnd)
             first_element = end;
-        p[v * C] = static_cast<float>(first_element);
+        p[offset_of(WTE) + v * C] = static_cast<float>(first_element);
     }
     return p;
 }
