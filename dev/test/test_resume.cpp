@@ -16,15 +16,16 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // The model and its data
 
-// Of 16 tokens, 7, 4 and 11 in the three shards.
-constexpr int kWindows = 22;
+// In the three shards. Each also has the last window's last target, and up to 14 tokens after it
+// that belong to no window.
+constexpr int kWindows = 7 + 4 + 11;
 
 std::string write_shards(const std::string& name) {
     const std::string folder = dir() + "/" + name;
     std::filesystem::create_directory(folder);
-    write_shard(folder + "/a.bin", make_tokens(7 * 16 + 1, 1));
-    write_shard(folder + "/b.bin", make_tokens(4 * 16 + 15, 2));
-    write_shard(folder + "/c.bin", make_tokens(11 * 16 + 3, 3));
+    write_shard(folder + "/a.bin", make_tokens(7 * T + 1, 1));
+    write_shard(folder + "/b.bin", make_tokens(4 * T + 15, 2));
+    write_shard(folder + "/c.bin", make_tokens(11 * T + 3, 3));
     return folder;
 }
 
@@ -60,7 +61,7 @@ std::set<std::string> files_of(const std::string& folder) {
     return names;
 }
 
-// Which these are after a run that keeps the checkpoints of these steps.
+// The files that a run leaves if it keeps the checkpoints of these steps alone.
 std::set<std::string> files_with_checkpoints(const std::vector<int>& steps) {
     std::set<std::string> names = {"log.jsonl"};
     for (const int step : steps)
@@ -151,7 +152,8 @@ const std::string& straight_run() {
 
 TEST(a_run_logs_each_step) {
     const std::string& out = straight_run();
-    check_same("log", log_of(out, true), expected_log(kSteps, 3, 5, true));
+    check_same("log", log_of(out, /*only_steps=*/true),
+               expected_log(kSteps, /*val_every=*/3, /*sample_every=*/5, /*question=*/true));
     const std::string log = read_file(out + "/log.jsonl");
     CHECK(log.find("{\"kind\": \"run\", \"device\": \"CPU, ") == 0);
     CHECK(contains(
@@ -330,18 +332,18 @@ void check_pace(const std::string& out, int from, int to) {
     const std::vector<double> step_ms = values(out, "train", "step_ms");
     CHECK(step_ms.size() == size_t(to));
     double seconds = 0;
-    const int first = std::min(from + 2, to - 1);
-    for (int step = first; step < to; step++)
-        seconds += step_ms.at(step) / 1000;
+    const int first = std::min(from + 3, to);  // the last step, if there is none after those two
+    for (int step = first; step <= to; step++)
+        seconds += step_ms.at(step - 1) / 1000;
     CHECK(seconds < elapsed);
 
     // "9 steps in 0:00 | loss 3.2 | 5000 tok/s", of which the last number is wanted
     const std::string last = r.out.substr(r.out.rfind(" steps in "));
     const double rate = number_after(last.substr(0, last.find(" tok/s")), " | ");
-    CHECK_NEAR(rate, 64 * (to - first) / seconds, 0.51);
+    CHECK_NEAR(rate, 64 * (to - first + 1) / seconds, 0.51);
 }
 
-// Seconds of the "minutes:seconds" after the last ETA of this step's line.
+// The seconds that remain according to the "ETA minutes:seconds" of this step's line.
 double remaining_at(const std::string& printed, int step, int steps) {
     const size_t line = printed.find(format("\nstep %d/%d |", step, steps));
     const size_t begin = printed.find("ETA ", line) + 4;
@@ -389,7 +391,8 @@ TEST(the_remaining_time_follows_from_the_pace) {
         for (int s = first; s <= step; s++)
             seconds += step_ms.at(s - 1) / 1000;
 
-        const double least = (steps - step) * (seconds - 1e-5) / counted;
+        const double rounding = 1e-5;
+        const double least = (steps - step) * (seconds - rounding) / counted;
         const double most = (steps - step) * elapsed / counted;
         const double remaining = remaining_at(r.out, step, steps);  // in whole seconds
         CHECK(remaining + 1 >= least);
@@ -419,7 +422,7 @@ TEST(the_first_losses_do_not_depend_on_the_number_of_ranks) {
 
 // A batch takes as many windows as there are, and no more.
 TEST(an_epoch_has_at_least_a_batch) {
-    const std::string data = write_shard(dir() + "/two_windows.bin", make_tokens(2 * 16 + 1, 9));
+    const std::string data = write_shard(dir() + "/two_windows.bin", make_tokens(2 * T + 1, 9));
     const std::string command = options(3) + "-v 0 -s 0 -i " + data + " ";
     CHECK_RUN(run(command + "-b 2 -d 32"), 0, "step 3/3");
     CHECK_RUN(run(command + "-b 3 -d 48"), 1, data, "smaller -b");
@@ -570,7 +573,8 @@ TEST(a_second_run_in_a_directory_is_refused) {
     const Result r = run_and_act(
         command, "step 7/", "./train_gpt2cu " + given_once(command) + "; echo code $?; kill $pid");
     CHECK_RUN(r, 143, "interrupted at step ", out + "/run.lock: another run", "code 1\n");
-    check_same("log", log_of(out, true), expected_log(newest_model(out), 0, 0));
+    check_same("log", log_of(out, /*only_steps=*/true),
+               expected_log(newest_model(out), /*val_every=*/0, /*sample_every=*/0));
 }
 
 // Each warning comes once, although there are three checkpoints.
@@ -889,8 +893,8 @@ TEST(weights_that_are_not_finite_are_not_saved) {
 // An error of the data ends the run with a checkpoint of the last whole step. Here the sixth of
 // seven windows has a wrong token. Two ranks stop together.
 TEST(an_error_of_the_data_ends_with_a_checkpoint) {
-    std::vector<int> tokens = make_tokens(7 * 16 + 1, 1);
-    tokens[5 * 16 + 10] = 9999;
+    std::vector<int> tokens = make_tokens(7 * T + 1, 1);
+    tokens[5 * T + 10] = 9999;
     const std::string bad = write_shard(dir() + "/bad.bin", tokens);
     const struct {
         const char* options;
@@ -907,7 +911,7 @@ TEST(an_error_of_the_data_ends_with_a_checkpoint) {
 }
 
 TEST(validation_data_that_is_cut_ends_with_a_checkpoint) {
-    const std::string val = write_shard(dir() + "/val.bin", make_tokens(7 * 16 + 1, 1));
+    const std::string val = write_shard(dir() + "/val.bin", make_tokens(7 * T + 1, 1));
     const std::string out = dir() + "/cut_val";
     const std::string validate = "-s 0 -v 5 -m -1 -j " + val + " -o " + out;
     CHECK_RUN(run_and_act(options(60) + validate, "step 7/60 |", "truncate -s 1030 " + val), 1,
@@ -920,8 +924,8 @@ TEST(validation_data_that_is_cut_ends_with_a_checkpoint) {
 // In the second step one rank cannot read its windows, whichever rank it is.
 TEST(an_error_of_any_rank_ends_all) {
     for (const int rank : {0, 1, 2}) {
-        std::vector<int> tokens = make_tokens(9 * 16 + 1, 1);
-        tokens[(3 + rank) * 16 + 5] = 9999;
+        std::vector<int> tokens = make_tokens(9 * T + 1, 1);
+        tokens[(3 + rank) * T + 5] = 9999;
         const std::string data = write_shard(dir() + format("/bad_%d.bin", rank), tokens);
         const std::string out = dir() + format("/bad_for_%d", rank);
         const std::string command = options() + "-v 0 -s 0 --no-shuffle -b 1 -d 48 --gpus 3 ";
@@ -1003,7 +1007,8 @@ TEST(a_model_that_cannot_write_trains) {
     CHECK_RUN(
         run(options(2) + "-v 1 -s 1 -e " + path + " -i " + data + " -j " + data + " -o " + out), 0,
         "checkpoint");
-    check_same("log", log_of(out, true), expected_log(2, 1, 0));
+    check_same("log", log_of(out, /*only_steps=*/true),
+               expected_log(/*steps=*/2, /*val_every=*/1, /*sample_every=*/0));
 }
 
 // No use of such a model succeeds. dev/test_recipe tests where each tensor is.
