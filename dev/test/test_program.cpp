@@ -274,8 +274,9 @@ TEST(options_that_a_mode_would_ignore_are_named) {
                 option.given = option.name == std::string(tried.name);
 
             const std::string error = test::error_of([&] { check_all_are_used(o, table); });
-            const bool used = contains(users_of.at(tried.name), std::string(1, mode));
-            if (used != error.empty() || contains(error, title(tried)) == used)
+            const bool is_used = contains(users_of.at(tried.name), std::string(1, mode));
+            const bool is_right = is_used ? error.empty() : contains(error, title(tried));
+            if (!is_right)
                 test::report(__FILE__, __LINE__,
                              format("%s, %c: %s", tried.name, mode, error.c_str()));
         }
@@ -503,14 +504,14 @@ TEST(texts_are_streamed) {
 
 // As process 1 of a container, for which the kernel drops every signal that has no handler.
 TEST(a_text_without_end_ends_by_a_signal_in_a_container) {
-    const std::string way = "unshare --pid --fork --kill-child --map-root-user ";
-    if (shell(way + "true").code)
+    const std::string in_container = "unshare --pid --fork --kill-child --map-root-user ";
+    if (shell(in_container + "true").code)
         SKIP("unshare is not permitted here");
     const std::string endless = "--device cpu -e " + model() + " --generate 5 --samples 1000000";
     stop_ignoring_signals();
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
         const std::string act = format("kill -%d $(ranks)", signal);
-        CHECK_RUN(run_and_act(endless, "---", act, way), 128 + signal);
+        CHECK_RUN(run_and_act(endless, "---", act, in_container), 128 + signal);
     }
 }
 
@@ -799,7 +800,8 @@ TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
 TEST(a_job_ends_as_a_whole) {
     const int gpus = several_gpus();
     const struct {
-        const char *options, *act;
+        const char* options;
+        const char* act;
         int code;
         const char* says;
         bool resumes = false;
@@ -836,8 +838,8 @@ TEST(ranks_by_hand) {
     need_gpu();
     const struct {
         const char* signal;
-        int first;   // exit codes of the rank that gets no signal,
-        int second;  // and of the one that gets it
+        int first;   // exit code of rank 0, which gets no signal
+        int second;  // exit code of rank 1, which gets it
         const char* says;
     } cases[] = {{"TERM", 128 + SIGTERM, 128 + SIGTERM, "checkpoint "},
                  {"KILL", 1, 128 + SIGKILL, "rank 0 at step"}};
@@ -845,14 +847,17 @@ TEST(ranks_by_hand) {
         const int port = free_port();
         const std::string out = dir() + "/by_hand_" + signal;
         const std::string options = kGpuSteps + "-v 0 -o " + out;
-        std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out +
-                              "/log.jsonl; do sleep 0.1; done; }; ";
+        const std::string wait_for_step_5 =
+            "while ! grep -qs '\"step\": 5,' " + out + "/log.jsonl; do sleep 0.1; done; ";
+        std::string start_both;
         for (const int rank : {0, 1})
-            command += as_rank(rank, 2, port) +
-                       format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
-                       given_once(options + " -x 1000000 --timeout 8") + "& ";
-        const Result r =
-            shell(command + "sign; kill -s " + signal + " $!; wait %1; echo first $?; wait $!");
+            start_both += as_rank(rank, 2, port) +
+                          format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
+                          given_once(options + " -x 1000000 --timeout 8") + "& ";
+
+        // job %1 is rank 0, and $! is the pid of rank 1, which was started last
+        const Result r = shell(start_both + wait_for_step_5 + "kill -s " + signal +
+                               " $!; wait %1; echo first $?; wait $!");
         CHECK_RUN(r, second, format("first %d\n", first), says);
     }
 }
