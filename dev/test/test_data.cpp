@@ -73,7 +73,7 @@ struct GoodFile {
         test::check_error(__FILE__, line, error, part);
     }
 
-    // The same with another value at an offset.
+    // The same with this value at an offset. Its type says how many bytes it replaces.
     template <class Value>
     void poke(size_t offset, Value value, const std::string& part,
               int line = __builtin_LINE()) const {
@@ -652,9 +652,9 @@ TEST(tokenizers_that_do_not_fit_are_named) {
                 path + ": has 50258 tokens, but the model's vocabulary has 50257");
 }
 
-// GPT-2's pattern takes these seven endings from what follows them, whatever that is, and no
-// others. All are tokens here, as are whole words with them, so that a word that is cut elsewhere
-// has other tokens.
+// GPT-2's pattern cuts these seven endings off from whatever follows them, and cuts off no others.
+// Here each is a token, and so are the pieces that wrong cuts would make, so that a text that is
+// cut elsewhere has other tokens.
 TEST(tokenizer_cuts_contractions) {
     const Strings endings = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
     Strings merges;
@@ -825,14 +825,14 @@ std::vector<Data> all_data() {
             {book, format("text file, %zu BPE tokens", in_pairs.size()), {in_pairs}, 50257, pairs}};
 }
 
-// The windows of 5 tokens that an epoch has, in the data's order.
-std::vector<Tokens> windows_of(const Data& data) {
+// The windows of T + 1 tokens that an epoch has, in the data's order.
+std::vector<Tokens> windows_of(const Data& data, size_t T) {
     std::vector<Tokens> windows;
     for (Tokens shard : data.shards) {
         if (data.vocab == kByteVocab)
             std::replace(shard.begin(), shard.end(), 50256, 256);
-        for (size_t at = 0; at + 4 < shard.size(); at += 4)
-            windows.emplace_back(&shard[at], &shard[at] + 5);
+        for (size_t at = 0; at + T < shard.size(); at += T)
+            windows.emplace_back(&shard[at], &shard[at] + T + 1);
     }
     return windows;
 }
@@ -841,18 +841,20 @@ std::vector<Tokens> windows_of(const Data& data) {
 struct ThreeEpochs {
     Data data;
     bool shuffle;
-    std::vector<Tokens> windows = windows_of(data);
-    size_t n = windows.size();
+    static constexpr int T = 4;
+    std::vector<Tokens> windows = windows_of(data, T);
+    size_t n = windows.size();  // in an epoch
     size_t B = std::min<size_t>(n, 4);
     size_t batches = (3 * n + B - 1) / B;
     LoaderOptions options = {
-        .B = static_cast<int>(B), .T = 4, .vocab = data.vocab, .shuffle = shuffle, .seed = 3};
+        .B = static_cast<int>(B), .T = T, .vocab = data.vocab, .shuffle = shuffle, .seed = 3};
 
     LoaderState state_before(size_t batch) const {
         return {.epoch = B * batch / n, .window = B * batch % n, .batches = batch};
     }
 
-    std::vector<std::vector<Tokens>> read() const {
+    // Reads all batches. Checks the loader's state before each, and that it can start over.
+    std::vector<std::vector<Tokens>> read_and_check() const {
         TestLoader loader(data.pattern, options, data.tokenizer);
         CHECK(loader.windows() == n);
         CHECK(loader.description().find(data.description) == 0);
@@ -870,7 +872,7 @@ struct ThreeEpochs {
 // Each epoch has every window once, in order if the data is not shuffled.
 void check_epochs(const ThreeEpochs& e) {
     std::vector<Tokens> read;
-    for (const std::vector<Tokens>& batch : e.read())
+    for (const std::vector<Tokens>& batch : e.read_and_check())
         read.insert(read.end(), batch.begin(), batch.end());
     std::vector<Tokens> expected = e.windows;
     if (e.shuffle)
@@ -886,7 +888,7 @@ void check_epochs(const ThreeEpochs& e) {
 // From any point, a new loader and one that was somewhere else continue with the same batches. So
 // does one that skips batches, as a rank does those of other ranks.
 void check_continues(const ThreeEpochs& e) {
-    const std::vector<std::vector<Tokens>> all = e.read();
+    const std::vector<std::vector<Tokens>> all = e.read_and_check();
     TestLoader other(e.data.pattern, e.options, e.data.tokenizer);
     for (size_t from = 0; from < e.batches; from++) {
         TestLoader resumed(e.data.pattern, e.options, e.data.tokenizer);
@@ -920,9 +922,9 @@ TEST(loader_refuses_a_window_past_the_end) {
     CHECK_ERROR(loader.restore({.window = 30}), "sequence 30");
 }
 
-// Checkpoints hold a position in the order, so that it can never change. When it was chosen, the
-// orders of seeds, epochs and shards differed as random ones do, and all windows came first about
-// equally often.
+// A checkpoint has a position in this order, so the order must never change. When it was chosen,
+// the orders of seeds, epochs and shards differed as random ones do, and all windows came first
+// about equally often.
 TEST(loader_shuffle) {
     uint64_t orders = 0;
     for (const std::vector<Tokens>& shards :
@@ -962,8 +964,8 @@ TEST(shard_errors) {
                "truncated: expected a header of 1024 bytes, found a file of 1023");
 }
 
-// B windows are not needed, but one is. <|endoftext|> before a text counts, and a name with
-// characters of a pattern is a name first.
+// One window is enough for a batch of any size. The <|endoftext|> before a text counts as one of
+// its tokens. A path that looks like a pattern, but exists, is that file.
 TEST(data_that_is_just_enough) {
     const std::string here = folder();
     write_file(here + "/b.txt", "this is text, long enough for a batch or two");
