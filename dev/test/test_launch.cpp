@@ -99,8 +99,13 @@ int wait_for_interrupt() {
     return interrupts == 1 ? 0 : 4;
 }
 
-// A rank of --gpus, which is this program with other arguments. With "sleep", and "exit" on the
-// other ranks, it does nothing but wait for a signal.
+// A rank of --gpus, which is this program with other arguments. What it does:
+//   "rendezvous": gets the id of rank 0
+//   "exit":       rank 1 ends with code 3, and the others wait for a signal
+//   "die":        rank 0 ends with code 4, and a second later rank 1 is killed
+//   "print":      prints a line
+//   "count":      waits for SIGINT, which must come once
+//   "sleep":      waits for a signal
 int child(const std::string& act) {
     const RankInfo self = rank_from_environment();
     if (act == "rendezvous") {
@@ -258,7 +263,7 @@ TEST(gpus_starts_and_ends_ranks) {
         int signal;  // is sent to the parent and the ranks, or 0
         int code;
         std::vector<std::string> says;
-        int lines;  // of the parent
+        int lines;  // that the parent prints
     } cases[] = {
         {"rendezvous", 0, 0, {}, 0},
         {"exit", 0, 3, {"rank 1 (pid ", ") exited with code 3\n"}, 1},
@@ -329,7 +334,7 @@ TEST(ranks_write_to_a_terminal_that_stops_background_groups) {
 // -------------------------------------------------------------------------------------------------
 // Process 1 of a container
 
-// The kernel drops a signal to process 1 that has no handler, whatever its default action is.
+// The kernel drops every signal for which process 1 has no handler, whatever the default action is.
 namespace {
 
 // What process 1 does: it ends at once ("end"), or waits for signals as the program does before
@@ -504,7 +509,7 @@ TEST(missing_and_wrong_ranks_are_named) {
         jobs[i].check(std::vector<int>(cases[i].ranks.size(), 1), cases[i].says);
 }
 
-TEST(a_port_is_another_programs_at_first) {
+TEST(another_program_has_the_port_at_first) {
     const std::string mail_server = "220 mail ready\r\n";
     const std::string killed_rank_0 = "gpt2 ranks: ";  // the start of an answer
     for (const std::string& reply : {mail_server, killed_rank_0}) {
@@ -514,7 +519,7 @@ TEST(a_port_is_another_programs_at_first) {
 
         Processes ranks;
         ranks.start([&] {
-            close(fd);
+            close(fd);  // or else this process keeps the port
             return check_rendezvous(rank_info(1, 2, port));
         });
         const int guest = accept(fd, nullptr, nullptr);
