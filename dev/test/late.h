@@ -88,7 +88,7 @@ inline const Cuda& late(const Cuda& dev, unsigned ns = 500'000) {
         m->poison();
     }
 
-    dev.sync();
+    dev.sync();  // so that even a kernel that starts at once on another stream reads the poison
     dev.pause(ns);
     for (const LateMemory* m : LateMemory::all())
         dev.copy(m->p, m->saved, m->bytes);

@@ -96,15 +96,15 @@ inline Result shell(const std::string& command,
 }
 
 // Tests start from common options and change some, but the program refuses an option that is given
-// twice. So this keeps the last of each, with the words after it, which are its value. From the
-// first word with ; or | or & on nothing is an option, and all stays as it is.
+// twice. So this keeps the last of each, with the words after it, which are its value. Everything
+// from the first word that contains ;, | or & on is for the shell and stays as it is.
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
     const std::vector<Option> table = Options().table();
     std::string before_options;
-    std::map<std::string, std::string> given;  // each option with its value
+    std::map<std::string, std::string> given;  // by the option's name: the option and its value
     std::string after_options;
-    std::string* destination = &before_options;  // of the next word
+    std::string* destination = &before_options;  // which the next word is appended to
     for (std::sregex_iterator at(arguments.begin(), arguments.end(), word);
          at != std::sregex_iterator(); ++at) {
         const std::string text = at->str();
@@ -118,7 +118,7 @@ inline std::string given_once(const std::string& arguments) {
         const auto option = std::find_if(table.begin(), table.end(), is_this);
         if (destination != &after_options && option != table.end()) {
             destination = &given[option->name];
-            destination->clear();  // of the value that it had before
+            destination->clear();  // if it was given before
         }
         *destination += text + " ";
     }
@@ -146,7 +146,7 @@ inline Result run(const std::string& arguments) {
 // output of both. `before` is a command that starts the program.
 inline Result run_and_act(const std::string& arguments, const std::string& sign,
                           const std::string& action, const std::string& before = "") {
-    pid_t pid = 0;  // is the first line
+    pid_t pid = 0;  // the shell prints it as the first line
     bool acted = false;
     std::string said;
     Result r = shell("echo $$; exec " + before + command(arguments), [&](const std::string& line) {
@@ -239,13 +239,14 @@ std::string bytes_of(const std::vector<T>& values) {
     return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-// llm.c's files begin with 256 int32.
+// llm.c's files begin with 256 int32: a magic number, a version, then what the kind of file needs.
 inline std::string header_of(std::vector<int32_t> numbers) {
     numbers.resize(256);
     return bytes_of(numbers);
 }
 
-// Writes a shard of tokens. 256, which ends a text in a vocabulary of bytes, is stored as GPT-2's.
+// Writes a shard of tokens. A vocabulary of bytes has <|endoftext|> at 256, but a shard stores it
+// as GPT-2's 50256.
 inline std::string write_shard(const std::string& path, const std::vector<int>& tokens) {
     std::vector<uint16_t> stored;
     for (int token : tokens)

@@ -22,7 +22,7 @@ MergedRow<A> merged(MergedRow<A> a, MergedRow<A> b) {
         return Partial<A>{
             .o = contiguous(&row.o, one), .lse = {&row.lse, 1}, .rest = {&row.rest, 1}};
     };
-    const Partial<A> sum = piece(a);
+    const Partial<A> sum = piece(a);  // a view, through which merge() writes the result to a
     merge(Cpu(1), whole(1, 1, 1, 1), sum.o, sum, piece(b));
     return a;
 }
