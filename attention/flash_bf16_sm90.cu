@@ -689,9 +689,10 @@ void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     using Tiles = ForwardTiles<HS>;
     const AttentionShape& s = c.s;
 
-    // K and V of a group of heads stay in L2 (50 MB). A group is as many heads as that allows,
-    // because each group ends with its short tiles, while SMs wait. And groups are as alike as can
-    // be: a small last one would begin its long tiles when the others have ended theirs.
+    // K and V of a group of heads stay in L2 (50 MB). A group is as many heads as that allows, and
+    // groups are as alike as can be, for the sake of the last one: SMs run out of work only at the
+    // end of the launch, where the last group's short tiles have to fill the gaps that its long
+    // ones leave. In a small last group they would be too few.
     constexpr size_t kGroupBytes = 32 << 20;
     static_assert(sizeof(SharedMemory<HS>) <= 227 * 1024);
 
