@@ -9,7 +9,7 @@
 #   time     5.8 hours at 1 610 000 tokens/s, which is 50 % of the 32 · 989 TFLOP/s of 32 H100s or
 #            H200s: 90 % of 32 times one GPU's rate; several machines are not measured here
 #   memory   56.4 GiB of tensors on each GPU at B=16: the optimizer is not sharded (ZeRO-1), because
-#            32 ranks cannot divide 1600 channels, whereas 8 can
+#            1600 channels are no multiple of 4 · 32 ranks; with 16 ranks it would be
 #   end      five minutes before its time is over the job writes a checkpoint and exits; the same
 #            sbatch resumes
 #
