@@ -20,7 +20,8 @@ RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
 from prepare_common import Fail, check_fetched, check_stdout  # noqa: E402, F401 (for scripts)
 
-# The fields of a log's rows that the scripts read, by the row's kind.
+# The fields that read_log() checks, by the row's kind. Scripts also read others, which it does not
+# check, such as "device" of "run".
 FIELDS = {
     "run": ["tokens_per_step"],
     "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s"],
@@ -151,8 +152,8 @@ def folder_of(run):
 
 
 def checked(row):
-    """The row with NaN for null, which is how the log writes it. Raises an error if a field is
-    missing or has the wrong type."""
+    """The row with NaN for null, which is how the log writes it. Raises an error if one of
+    FIELDS is missing or has the wrong type."""
     values = {}
     for field in FIELDS.get(row["kind"], []):
         value = math.nan if row[field] is None else row[field]
