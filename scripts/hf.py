@@ -154,8 +154,7 @@ def find_folder(source):
 def check_architecture(path, config):
     """Fails if any setting would make it another model than plain GPT-2."""
     n_embd = config.get("n_embd")  # of any type yet, see check_sizes()
-    # A missing key means transformers' default, which is the first value here. read_config() has
-    # filled in a missing activation, because the first of ACTIVATIONS need not be the default.
+    # A missing key means transformers' default, which is among the values of each.
     allowed = {
         "model_type": ("gpt2",),
         "activation_function": ACTIVATIONS,
@@ -167,7 +166,7 @@ def check_architecture(path, config):
         "scale_attn_by_inverse_layer_idx": (False,),
     }
     for key, values in allowed.items():
-        if config.get(key, values[0]) not in values:
+        if key in config and config[key] not in values:
             raise Fail(
                 f"{path}: {key}: expected {values[0]}, found {config[key]}; "
                 "only plain GPT-2 can be converted"
@@ -208,7 +207,6 @@ def read_config(path):
     check_fetched(path)
     with reading(path):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
-    config.setdefault("activation_function", "gelu_new")
     check_architecture(path, config)
     check_sizes(path, config)
     check_end_of_text(path, config)
