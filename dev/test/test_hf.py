@@ -587,7 +587,7 @@ def compare(device, attention, V, C, B=3, T=37, P=48):
     model = hugging_face_model(V, C, P)
     text = np.random.default_rng(2).integers(0, V, B * T + 1)
     text[::5] = 7  # a frequent token
-    stored = np.where(text == V - 1, 50256, text)
+    stored = np.where(text == V - 1, 50256, text)  # shards have GPT-2's end of text in any case
     written("data.bin", header(20240520, 1, text.size) + stored.astype(np.uint16).tobytes())
     our_loss, our_gradients = train_one_step(device, attention, B, T)
 
