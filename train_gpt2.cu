@@ -275,7 +275,8 @@ struct GPT2 {
 
     struct BackwardCall {
         // Adds the gradients of matmul weights to what is there, or overwrites it. All others are
-        // always added.
+        // always added, except v's bias gradient: it is written, but follows from a sum that
+        // contains the earlier micro-batches.
         bool accumulate = false;
         // Also sums the gradients over all ranks. This is for the last micro-batch of a step.
         bool sum = false;
@@ -501,8 +502,9 @@ struct GPT2 {
         sizes = tensor_sizes();
 
         constexpr size_t kPacked = 1;  // a multiple of 1 byte: no gaps
-        constexpr size_t kVectorAligned =
-            16;  // no gaps either: shares are whole vectors (can_shard())
+        // For AdamW's vectors. With several shards there are no gaps either: shares are whole
+        // vectors (can_shard()).
+        constexpr size_t kVectorAligned = 16;
         params = Arena("parameters", Parameters<X>::list(config), kPacked);
         if (training) {
             TensorList list = Parameters<A>::list(config);

@@ -52,9 +52,8 @@ struct Sizes {
     int layers_of_qkv() const { return training || cache ? L : TensorSpec::kShared; }
 };
 
-// AdamW's state of this rank's share: both moments, and in bf16 the fp32 master weights. The arrays
-// have no gaps between them for any number of ranks, because a checkpoint is put together from
-// them.
+// AdamW's state of this rank's share: both moments, and in bf16 the fp32 master weights. If it is
+// sharded, the arrays have no gaps between them, because a checkpoint is put together from them.
 template <class X>
 struct Optimizer {
     using A = Acc<X>;

@@ -458,8 +458,8 @@ void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
     for (size_t i = keep; i < steps.size(); i++) {
         if (keep_every > 0 && steps[i] % keep_every == 0)
             continue;
-        // If this is interrupted between the two, a state is left without a model. The other way
-        // round it would be a model without a state, which nothing ever deletes.
+        // The model goes first, because a checkpoint counts as complete while its model exists. If
+        // this is interrupted between the two, the state is left, and remove_leftovers() names it.
         remove_file(model_path(dir, steps[i]));
         remove_file(state_path(dir, steps[i]));
     }

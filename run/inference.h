@@ -31,8 +31,9 @@ inline void print_answers(const std::vector<Question>& questions,
                 100.0 * correct / questions.size());
 }
 
-// --eval-only prints the loss over the whole validation data, and the answers to the questions of
-// --hellaswag one by one. With --hellaswag, validation data is used only if -j names some.
+// --eval-only prints the loss over the validation data, all of it unless --val-batches limits it,
+// and the answers to the questions of --hellaswag one by one. With --hellaswag, validation data is
+// used only if -j names some.
 template <class Model>
 int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file,
                  const Ranks<typename Model::Dev>& ranks) {

@@ -21,7 +21,8 @@ class Stop {
     Stop(const Stop&) = delete;
     Stop& operator=(const Stop&) = delete;
 
-    // Calls body(). If it throws, the run stops after this step. Only the first error is kept.
+    // Calls body(). If it throws, the run stops after this step or, with several ranks, after the
+    // step whose send_flag() comes next. Only the first error is kept.
     template <class F>
     void defer_error(F body) {
         try {

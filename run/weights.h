@@ -22,7 +22,7 @@ struct FilePiece {
 // Reads file[begin, begin + bytes) in order and calls use(piece) for each piece, while a thread
 // reads the next one. `use` may start an upload of the piece: its memory is not overwritten before
 // the device has done everything it was given. All pieces but the last are whole steps of a
-// checksum: as many as fit into `most_per_piece` bytes, or one if none fits.
+// checksum: as many as fit into both 32 MiB and `most_per_piece` bytes, or one if none fits.
 template <class Dev, class F>
 void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes,
                size_t most_per_piece, F use) {
