@@ -5,8 +5,9 @@
 
 #include "common/types.h"
 
-// What a parameter is to the optimizer. Embedding tables and matrices decay, vectors do not. Only a
-// matrix is the weight of a matmul.
+// What a parameter is to the optimizer. Tables and matrices decay, vectors do not. A matrix is the
+// weight of a matmul, a table is not. So the token embeddings are a matrix, because the logits use
+// them too, and the position embeddings are a table.
 enum ParamKind { kVector, kTable, kMatrix };
 
 // (rows, cols), or a vector of n elements.
