@@ -31,9 +31,10 @@
 //
 // A grammar is unambiguous if every rule is a prefix code: no text of one alternative starts with a
 // text of another. A letter after the end of a word counts as a difference, so "sea" and "seal"
-// differ, but "red" and "red clay" do not. Then a reader who proceeds from left to right, and knows
-// the rows remembered so far, can tell every choice. A text shows where it ends, it has a single
-// derivation, and its probability is the product of its choices' probabilities.
+// differ, but "red" and "red clay" do not. An option that is not taken writes nothing, so its text
+// must differ in the same way from whatever can follow it. Then a reader who proceeds from left to
+// right, and knows the rows remembered so far, can tell every choice. A text shows where it ends,
+// it has a single derivation, and its probability is the product of its choices' probabilities.
 // dev/test/test_corpus.cpp searches all derivations of all validation stories and finds one each.
 #pragma once
 #include <cstdint>
