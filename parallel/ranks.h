@@ -119,8 +119,8 @@ Ranks<Dev> connect(const Dev& dev, const ProcessGroup& group, int context) {
 }
 
 // Runs the body of a rank. If it throws in a job of several ranks, the process prints the message
-// and exits here: destructors outside of the body, such as a communicator's, would wait for the
-// other ranks.
+// and exits here: destructors outside of the body, such as the model's, free device memory. That
+// waits for the GPU, where a collective may wait for other ranks forever.
 template <class Dev, class F>
 int run_rank(const Ranks<Dev>& ranks, F body) {
     try {
