@@ -149,6 +149,7 @@ RankInfo rank_from_environment() {
         return self;
     }
 
+    // With MASTER_PORT alone, MASTER_ADDR has been forgotten: a job on one machine needs neither.
     const bool on_one_machine = self.local_size == self.size;
     if (!on_one_machine || is_set("MASTER_PORT"))
         throw UsageError(
