@@ -12,8 +12,8 @@
 // the GPU does, sorts the batch's rows by token. It cuts them into chunks of at most kEncoderChunk
 // (common/types.h) rows of one token:
 //
-//   order    3 9 | 0 1 4 7 … (32 rows) | 12 13 … (11 rows) | 2 | …
-//   token     17 |         262         |        262        | 40 |
+//   order    3 9 | 0 1 4 7 … (32 rows) | 41 42 … (11 rows) |  2  | …
+//   token     17 |         262         |        262        | 318 |
 //
 // In pass 1 each block sums a chunk's rows of dout. If that is the token's only chunk, the sum is
 // added to dwte at once; otherwise it is stored in scratch as a partial sum, a vector of C fp32.

@@ -481,8 +481,8 @@ static int backward_threads(int C) {
     return ceil_div(C, kBackwardColumns * kWarp) * kWarp;
 }
 
-// As many blocks as the GPU can run at once. The number does not depend on N, so neither does the
-// size of the scratch.
+// As many blocks as the GPU can run at once with 72 registers a thread (long rows have 64), but at
+// least one per SM. The number does not depend on N, so neither does the size of the scratch.
 static int backward_blocks(const Cuda& dev, int C) {
     return dev.num_sms * std::max(1, kBackwardThreadsPerSM / backward_threads(C));
 }

@@ -13,9 +13,10 @@
 // f is the MLP's activation, GELU (cuda/activation.cuh).
 //
 // GPT-2's K is short (768) and these products are wide (3072, 50304), so much of the work is what
-// follows the product of a tile. A separate GELU kernel would read and write (N, 3072) twice more,
-// and a separate softmax (N, 50304). cuBLASLt has GELU in its epilogue at 70 % of its usual rate,
-// and GELU's derivative only in slow algorithms.
+// follows the product of a tile. A separate kernel would read the product back: (N, 3072) for GELU,
+// (N, 50304) for the softmax. GELU's derivative and the softmax would also write it a second time.
+// cuBLASLt has GELU in its epilogue at 70 % of its usual rate, and GELU's derivative only in slow
+// algorithms.
 //
 // Here two kinds of warps share the work on a tile. The MMA warps multiply, store the tile to
 // shared memory as bf16, and start on the next one. The epilogue warps finish the stored tile, a
@@ -33,10 +34,10 @@
 // longer.
 //
 // Two blocks form a cluster. Their tiles are one below the other and share B: each block loads half
-// of B and sends it to both. A cluster handles all columns before its next rows, so that A is read
-// from memory once and B stays in L2. For the exponentials, B is larger than L2. There, the columns
-// of tiles are walked in bands of kBand pairs of tiles: the band's rows of A stay in L2, and B is
-// read from memory once per band.
+// of B and sends it to both. The clusters take turns at these pairs of tiles: all that are side by
+// side, then those below, so that A is read from memory once and B stays in L2. For the
+// exponentials, B is larger than L2. There, the columns of tiles are walked in bands of kBand pairs
+// of tiles: the band's rows of A stay in L2, and B is read from memory once per band.
 //
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
