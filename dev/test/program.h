@@ -143,7 +143,8 @@ inline Result run(const std::string& arguments) {
 
 // Runs the program, and `action` in a shell as soon as a line begins with `sign`. In the action,
 // $pid is the program, which is stopped meanwhile, and $(ranks) are its ranks. The result has the
-// output of both. `before` is a command that starts the program.
+// output of both. `before` is a command that starts the program as its child: then $pid is that
+// command, which is stopped, and $(ranks) is the program, which is not.
 inline Result run_and_act(const std::string& arguments, const std::string& sign,
                           const std::string& action, const std::string& before = "") {
     pid_t pid = 0;  // the shell prints it as the first line

@@ -357,7 +357,8 @@ TEST(sizes_that_do_not_fit_are_usage_errors) {
 TEST(ranks_that_do_not_divide_the_work_are_usage_errors) {
     const std::string memory = kCpuSteps + "--memory ";
     check_commands({
-        {0, memory + "--gpus 3 -d 96", ""},  // three ranks do not divide 128 channels
+        // three ranks do not divide 128 channels, so --zero is 0 by default and cannot be 1
+        {0, memory + "--gpus 3 -d 96", ""},
         {2, memory + "--gpus 3 -d 96 --zero 1", "--zero 0"},
         {2, memory + "--gpus 3", "B·T·ranks"},
         {2, memory + "--gpus 4 --context-parallel 3", "--gpus 6"},
@@ -510,6 +511,7 @@ TEST(a_text_without_end_ends_by_a_signal_in_a_container) {
     const std::string endless = "--device cpu -e " + model() + " --generate 5 --samples 1000000";
     stop_ignoring_signals();
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        // $(ranks) is the program, the child of unshare
         const std::string act = format("kill -%d $(ranks)", signal);
         CHECK_RUN(run_and_act(endless, "---", act, in_container), 128 + signal);
     }

@@ -1,5 +1,5 @@
 // Tests the recipe from end to end. ./train_gpt2cu trains a small model, alone and on several
-// ranks, with every option away from its default. What it logs, prints, samples and saves is
+// ranks, with options at and away from their defaults. What it logs, prints, samples and saves is
 // compared with the fp64 loops of this file, which repeat the model, clipping, AdamW, decay,
 // schedules, validation and sampling.
 //
@@ -501,9 +501,9 @@ void check_recipe(const Recipe& recipe, const std::string& out) {
 
 }  // namespace
 
-// The last recipe has all options at their defaults, the others none. Ranks are grouped in each
-// way. A largest norm of 2e-5 makes gradients so small that AdamW's ε matters. Samples take the
-// likeliest tokens.
+// The last recipe has the options at their defaults, and in the others each is away from it at
+// least once. Ranks are grouped in each way. A largest norm of 2e-5 makes gradients so small that
+// AdamW's ε matters. Samples take the likeliest tokens.
 TEST(gate_baseline_training_follows_the_recipe) {
     const Recipe recipes[] = {
         {Clipped::always,
@@ -571,7 +571,7 @@ TEST(samples_follow_the_model) {
     CHECK(run(generate + "--seed 2 2>/dev/null").out == last);
 }
 
-// The second text after the largest seed has the seed after it, which is no int.
+// If --seed is the largest int, the second text's seed is one more, which is no int.
 TEST(seeds_of_samples_pass_the_largest_int) {
     const Cpu one_thread(1);
     GPT2<Cpu, float> model(one_thread, {kPositions, V, Vp, L, NH, C},

@@ -420,7 +420,7 @@ TEST(the_first_losses_do_not_depend_on_the_number_of_ranks) {
         CHECK(losses(ranks) == one);
 }
 
-// A batch takes as many windows as there are, and no more.
+// A batch may be all windows that there are. A larger one is refused.
 TEST(an_epoch_has_at_least_a_batch) {
     const std::string data = write_shard(dir() + "/two_windows.bin", make_tokens(2 * T + 1, 9));
     const std::string command = options(3) + "-v 0 -s 0 -i " + data + " ";
@@ -714,7 +714,8 @@ TEST(states_whose_models_were_moved_stay) {
     CHECK(after == before);
 }
 
-// A checkpoint that is whole counts, whatever happens to older ones.
+// A checkpoint that is whole counts, even if the older ones cannot be removed after it: here the
+// list of them fails, because a directory has the name of a model.
 TEST(a_checkpoint_counts_although_an_older_one_cannot_be_removed) {
     const std::string out = dir() + "/unpruned";
     const Result r = run_and_act(options(kEndless) + "-v 0 -s 0 -n 3 -nk 1 -o " + out, "step 4/",
@@ -882,7 +883,7 @@ TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
     CHECK(files_of(out) == files_with_checkpoints({1}));
 }
 
-// Decay at this rate passes the largest number in the second step.
+// Decay at this rate passes the largest number in the first step, whose checkpoint is due.
 TEST(weights_that_are_not_finite_are_not_saved) {
     const std::string out = dir() + "/in_update";
     CHECK_RUN(run(options() + "-v 0 -s 0 -u 1 -k linear -l 1e20 -c 1e25 -n 1 -o " + out), 1,

@@ -67,7 +67,7 @@ TEST(merge_keeps_a_nan) {
     }
 }
 
-// The scale is not 1/√HS, here and below.
+// What is scaled() has another scale than 1/√HS, here and below.
 TEST(chunks_make_the_whole) {
     const Cpu cpu(1);
     const AttentionShape s = scaled(0.4f, whole(2, 37, 3, 16));
