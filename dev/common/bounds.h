@@ -88,7 +88,7 @@ struct ErrorStats {
 // So it counts only if naive's largest error is below one rounding to X.
 //
 // flash_fp16x3's lse gets more room, because tensor cores truncate. With inputs of non-zero mean, S
-// is a sum of products of one sign, and each step of its two chains takes off up to half a unit.
+// is a sum of products of one sign, and each step of its two chains takes off up to a unit.
 // Naive's lse is hardly worse than the rounding of the result.
 struct ErrorFactors {
     double max_factor;
@@ -113,7 +113,8 @@ ErrorFactors error_factors(const AttentionKernel<X>& kernel, int tensor, const A
     return {.max_factor = 2, .l2_factor = tensor == Dq ? 2.5 : 1.5};
 }
 
-// Unit roundoff of X.
+// Unit roundoff of fp32. For bf16 only half of its unit roundoff of 2⁻⁸, so bf16's bounds are
+// stricter.
 template <class X>
 constexpr double kRoundoff = std::is_same_v<X, bf16> ? 0x1p-9 : 0x1p-24;
 

@@ -739,8 +739,8 @@ TEST(the_first_step_may_take_longer_than_the_timeout) {
     }
 }
 
-// Work that makes progress is no hang, however long all of it takes: with --timeout 1 layers,
-// validation batches, sampled tokens and pieces of a checkpoint that take a fifth of a second each.
+// Work that makes progress is no hang, however long all of it takes: with --timeout 1 layers that
+// take 0.3 s each, and validation batches, sampled tokens and pieces of a checkpoint that take 0.2.
 // The checkpoint is written in several pieces because two ranks share the optimizer, whose windows
 // are no larger than the activations.
 TEST(slow_work_that_goes_on_is_no_hang) {
