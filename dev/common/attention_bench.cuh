@@ -165,7 +165,6 @@ struct Result {
         : name(subject.name), run(dev, *subject.kernel, s), errors(dev, s) {
         dev.tf32 = subject.tf32;
         run.forward(dev, qkv);
-        CUDA_CHECK(cudaMemsetAsync(run.scratch, 0xFF, run.kernel.scratch_bytes(s), dev.stream));
         run.backward(dev, qkv, dout);
         dev.sync();
         // the next kernel needs the memory
