@@ -100,9 +100,10 @@ struct DqTiles {
 
 template <int HS>
 struct DkdvTiles {
-    static constexpr int WarpTiles = HS == 64 ? 2 : 1;  // dK and dV take 128 registers
+    // dK and dV take 128 registers in all, Sᵀ and dPᵀ of kSub queries 16·WarpTiles each
+    static constexpr int WarpTiles = HS == 64 ? 2 : 1;
     static constexpr int Bc = kWarps * WarpTiles * 16;
-    static constexpr int Br = HS == 64 ? 128 : 32;  // Sᵀ and dPᵀ take 16·WarpTiles registers each
+    static constexpr int Br = HS == 64 ? 128 : 32;  // a stage; registers do not limit it
 
     struct SharedMemory {  // 98 KB at HS 64, 65 KB at HS 128
         bf16 k[Bc * HS];
@@ -536,8 +537,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int first_tile = max(0, k0 - p.shift) / Br;
     const int q_tiles = ceil_div<Br>(p.Tq);
 
-    // Queries past Tq arrive as zeros, as do their dO and D, so they add nothing. Keys past Tk fill
-    // rows that are never written.
+    // Queries past Tq arrive as zeros, as do their dO, lse and D. So their P is 1, not 0 as in
+    // dq_kernel, but it adds nothing. Keys past Tk fill rows that are never written.
     auto load_q = [&](int j) {
         const int stage = stage_index(j);
         const int row = j * Br + threadIdx.x;  // whose lse and D this thread copies

@@ -138,7 +138,9 @@ constexpr float kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 constexpr float kLog2eRest = static_cast<float>(M_LOG2E - kLog2e);
 
 // s (16·M × 8·N) += Q Kᵀ, with Q's hi part in registers. The large terms go in two chains as in
-// multiply_abt, so that backward's S has the same bits.
+// multiply_abt, so that backward's S rounds as forward's does. (It need not have the same bits:
+// tiles of other sizes may have other scales, and dkdv_kernel swaps the operands and so the small
+// terms.)
 template <int HS, int Lo, int M, int N>
 __device__ __forceinline__ void multiply_qk(float (&s)[M][N][4],
                                             const uint32_t (&q_hi)[HS / 16][M][4],
@@ -720,8 +722,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     // Where the queries of tile j begin in row_stats, which has two stages.
     const auto first_stat = [](int j) { return (j & 1) * Br; };
 
-    // Queries past Tq add nothing, because their Q, dO and D arrive as zeros. Keys past Tk are
-    // masked, because their dS could spoil the scale that the warp's keys share.
+    // Queries past Tq arrive as zeros, as do their dO, lse and D. So their P is 1, not 0 as in
+    // dq_kernel, but it adds nothing. Keys past Tk are masked, because their dS could spoil the
+    // scale that the warp's keys share.
     auto copy_q = [&](int j) {
         const int row = j * Br + threadIdx.x;
         q_do.copy(p.q, args.dout, w, j * Br, p.Tq);

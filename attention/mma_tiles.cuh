@@ -135,8 +135,8 @@ struct ForwardArgs {
 // -------------------------------------------------------------------------------------------------
 // What a block works on
 
-// Blocks are numbered in groups of heads, so that those running at once share keys in L2. Within a
-// group all heads have one tile, then all have the next.
+// Blocks are numbered in groups of heads, so that those running at once share streamed tiles in L2.
+// Within a group all heads have one tile, then all have the next.
 template <class X>
 __device__ __forceinline__ WorkTile work_tile(const Problem<X>& p, TileOrder order) {
     const unsigned block = blockIdx.x;
