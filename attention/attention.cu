@@ -1,7 +1,7 @@
 // Which attention kernel runs, the check of a call, and the layer's two calls.
 //
-// A new kernel is one name in its table below. If it is to be what `flash` means, its name also
-// goes into fastest_kernels().
+// A new kernel is declared at the end of attention.h and listed in its table below. If it is to be
+// what `flash` means, its name also goes into fastest_kernels().
 #include <numeric>
 #include <string>
 #include <vector>
@@ -9,7 +9,7 @@
 #include "attention/attention.h"
 
 // -------------------------------------------------------------------------------------------------
-// The ladder, slowest first
+// The ladder. Each rung is faster forward than the one before.
 
 template <>
 AttentionKernels<float> attention_kernels() {

@@ -97,7 +97,7 @@ struct AttentionKernel {
     }
 };
 
-// All kernels for X, slowest first.
+// All kernels for X, in the order of the ladder.
 template <class X>
 struct AttentionKernels {
     const AttentionKernel<X>* begin;

@@ -79,7 +79,7 @@ struct Subject {
     bool is_naive() const { return !kernel->flash && !tf32; }
 };
 
-// The kernels that this GPU can run, slowest first.
+// The kernels that this GPU can run, in the order of the ladder.
 template <class X>
 std::vector<Subject<X>> subjects_on(const Cuda& dev) {
     std::vector<Subject<X>> all;
