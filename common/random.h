@@ -1,5 +1,6 @@
 // Random numbers as functions of a counter, by SplitMix64 (Steele, Lea & Flood 2014). They have the
-// same bits on the host, on the device and on every machine.
+// same bits on the host, on the device and on every machine, except that normal() may differ in its
+// last bits, because libraries differ in the last bits of the logarithm and the cosine.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -98,7 +98,8 @@ struct Block {
 };
 
 // Writes a file atomically, as the concatenation of the blocks. If that fails, it throws Error and
-// leaves nothing behind.
+// leaves no temporary file behind. The path then has what it had before or, if only the sync of its
+// directory has failed, the new file.
 void write_whole_file(const std::string& path, const std::vector<Block>& blocks);
 
 // The name of a file while write_whole_file() is writing it.

@@ -53,7 +53,8 @@ class NcclComm {
     }
     // x ← rank 0's x
     void broadcast(void* x, size_t bytes);
-    // Between two ranks, which must not call anything else meanwhile.
+    // From one rank to another. A send and its recv must come at the same place among the calls
+    // that both ranks make. In one group() a rank can send and receive at once.
     void send(int to, const void* x, size_t bytes);
     void recv(int from, void* x, size_t bytes);
     // Sends send_n elements to one rank while receiving recv_n from another.
