@@ -164,8 +164,8 @@ TEST(log_truncate) {
     log.write(second);  // into the same file, which only became shorter
     CHECK(read_file(path) == kept + lines({second.text()}));
 
-    // What a run wrote that resumed from a later step is dropped as a whole, but not what one wrote
-    // that resumed from this step.
+    // A row "run" has no step and goes with the row before it. Here the first one, of a run that
+    // resumed from step 1, stays. The second one, of a run that resumed from step 2, is dropped.
     const std::string resumed = Row("run").add("gpus", 1).text();
     write_file(path, kept + lines({resumed, second.text(), resumed, "{\"step\": 3}"}));
     Log::truncate_after(path, 1);
@@ -964,8 +964,9 @@ TEST(shard_errors) {
                "truncated: expected a header of 1024 bytes, found a file of 1023");
 }
 
-// One window is enough for a batch of any size. The <|endoftext|> before a text counts as one of
-// its tokens. A path that looks like a pattern, but exists, is that file.
+// One window is enough for a loader, whatever B is. (Training wants B of them: run/batches.h.) The
+// <|endoftext|> before a text counts as one of its tokens. A path that looks like a pattern, but
+// exists, is that file.
 TEST(data_that_is_just_enough) {
     const std::string here = folder();
     write_file(here + "/b.txt", "this is text, long enough for a batch or two");
@@ -1057,7 +1058,7 @@ TEST(loader_reads_from_memory) {
     CHECK(TestLoader({"my tokens", tokens}, {.T = 4}).identity() != before);
 }
 
-// More than files may be open.
+// There are more shards than files that the process may have open.
 TEST(loader_many_shards) {
     const std::string pattern = write_shards(std::vector<Tokens>(100, counting(5)));
     rlimit before;
@@ -1230,8 +1231,7 @@ TEST(loader_identity_of_a_large_file) {
     CHECK(seen.size() == std::size(changes));
 }
 
-// Each shard's beginning, middle and end counts, however many shards there are. What changes has
-// the same size.
+// Each shard's beginning, middle, end and size counts, however many shards there are.
 TEST(loader_identity_of_many_shards) {
     const size_t n = 3 * 4096;  // tokens, in seven blocks of 4 KiB
     for (const int count : {80, 90, 130, 300}) {

@@ -442,7 +442,8 @@ TEST(a_failing_log_costs_no_step) {
             writes.push_back(i);
     CHECK(writes.size() == kSteps + 1);
 
-    // before a checkpoint syncs the log, at whatever moment
+    // The rows of these steps come before the first checkpoint. It syncs the log at whatever
+    // moment, so what number a later row's write has may differ from run to run.
     for (const int step : {1, 2}) {
         const std::string out = dir() + format("/failing_log_%d", step);
         const Plan full_disk = {

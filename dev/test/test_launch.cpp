@@ -187,7 +187,8 @@ TEST(variables_of_torchrun) {
     });
 }
 
-// Where not all ranks are known to be on this machine, the address of rank 0 must be given.
+// Where not all ranks are known to be on this machine, the address and the port of rank 0 must be
+// given. Where all are, both may be left out, but not only one of them.
 TEST(variables_of_mpirun) {
     check_launched({
         {kMpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000",
@@ -229,7 +230,8 @@ TEST(variables_of_slurm) {
          "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1;"},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
-        // in a step of one task, which starts ranks itself
+        // in a step of one task, which starts ranks itself with a launcher that does not tell them
+        // how many are here
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
          "rank 2 of 4, 2 of 1 here"},
         {rank + "SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_STEP_NUM_TASKS=5 MASTER_ADDR=n3 "

@@ -448,7 +448,7 @@ TEST(samples_of_a_run_differ) {
     CHECK(all.size() == 6);
 }
 
-// The data in order, one text, one batch again and again, and two ranks.
+// The data in order, one text, one batch again and again, another attention, and several ranks.
 TEST(resumes_with_other_data_and_ranks) {
     int run_number = 0;
     for (const std::string& other : {std::string("--no-shuffle"), "-i " + text_file(),
@@ -462,9 +462,9 @@ TEST(resumes_with_other_data_and_ranks) {
     }
 }
 
-// The run is stopped with the next batch prepared. A signal lets it finish its step and save, and
-// comes twice, as from timeout(1), which signals its child and then its group. SIGKILL comes after
-// rows that no checkpoint has.
+// A signal lets the run finish its step and save. By then the batch of the next step, which is not
+// taken, has been read. The signal comes twice, as from timeout(1), which signals its child and
+// then its group. SIGKILL comes after rows that no checkpoint has.
 TEST(resumes_after_a_signal) {
     const char* twice = "kill -s %d $pid; kill -s CONT $pid; sleep 0.002; kill -s %d $pid";
     // so many that the signal comes before the end, however busy the machine is
@@ -553,7 +553,7 @@ TEST(a_run_that_has_ended_writes_nothing_again) {
     CHECK(files_of(out) == files_with_checkpoints({kSteps}));
 }
 
-// A signal to one rank ends all, at the same step.
+// A signal ends all ranks at the same step, although each looks for it at a moment of its own.
 TEST(ranks_end_together_after_a_signal) {
     const std::string out = dir() + "/together";
     const std::string command = options(9999) + "-v 0 -s 0 -b 1 --gpus 2 -o " + out;
@@ -657,8 +657,8 @@ void bring_back(const std::string& path) {
 
 }  // namespace
 
-// A model without a state is the user's. -y refuses at the start if it would have to write over one
-// or to leave one behind, whatever -nk is.
+// A model without a state is the user's. If the newest model is one, -y refuses at the start,
+// whatever -nk is: a run from an earlier step would write over it or pass it by.
 TEST(models_without_states_are_not_resumed) {
     const std::string out = with_three_checkpoints("states_moved");
     for (const int step : {2, 3, 4})
