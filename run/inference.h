@@ -48,9 +48,8 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     std::unique_ptr<Loader> val;
     double floor = NAN;
     if (questions.empty() || !o.val_data.empty()) {
+        // Without -j this is the built-in corpus, because --eval-only accepts no -i.
         const Data data = o.val_data.empty() ? find_data(o) : Data{.val = o.val_data};
-        if (data.val.empty())
-            throw UsageError("--eval-only with -i needs validation data; give it with -j");
         val = validation_loader(o, data.val, config.V, Tokenizer(o.tokenizer));
         floor = data.floor;
     }
