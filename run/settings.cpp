@@ -93,7 +93,7 @@ std::vector<Option> Options::table() {
          "samples",
          "0.."},
         {"--val-every", "-v", O::Int, &val_every,
-         "steps between validations; 0: never; default: -1, which is ten validations per run",
+         "steps between validations; 0: never; default: -1, which is about ten validations per run",
          "-1..", "monitoring"},
         {"--val-batches", "-m", O::Int, &val_batches,
          "micro-batches per validation; -1: all of the data; default: 20 (--eval-only: all)",
@@ -103,7 +103,7 @@ std::vector<Option> Options::table() {
         {"--eval-only", "", O::Flag, &eval_only,
          "print the loss of the -e model on the -j data, then exit"},
         {"--sample-every", "-s", O::Int, &sample_every,
-         "steps between samples of generated text; 0: never; default: -1, which is at most five "
+         "steps between samples of generated text; 0: never; default: -1, which is at most six "
          "samples per run",
          "-1.."},
         {"--sample-length", "-g", O::Int, &sample_length, "maximum number of tokens per sample",
@@ -151,9 +151,9 @@ Fields Options::recipe() const {
             {"--beta2", text(beta2)}, {"--max-norm", text(max_norm)}};
 }
 
-// The warm-up is linear and reaches the full rate at step `warmup`. Then the rate falls to
-// final_lr·lr, which it reaches at the last step. wsd follows llm.c's curve, which would reach it
-// one step later.
+// The warm-up is linear and reaches the full rate at step `warmup`. Then, unless the schedule is
+// constant, the rate falls to final_lr·lr, which it reaches at the last step. wsd follows llm.c's
+// curve, which would reach it one step later.
 double Options::learning_rate(int step) const {
     if (step < warmup)
         return lr * (step + 1.0) / warmup;
