@@ -502,8 +502,8 @@ struct GPT2 {
         sizes = tensor_sizes();
 
         constexpr size_t kPacked = 1;  // a multiple of 1 byte: no gaps
-        // For AdamW's vectors. With several shards there are no gaps either: shares are whole
-        // vectors (can_shard()).
+        // For AdamW's vectors. With several shards this leaves no gaps, because shares are whole
+        // vectors (can_shard()). With one it may.
         constexpr size_t kVectorAligned = 16;
         params = Arena("parameters", Parameters<X>::list(config), kPacked);
         if (training) {
@@ -736,7 +736,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
 // =================================================================================================
 // From the command line to a run
 
-// The vocabulary of `tiny` is only a default: new_model() makes it that of the training data.
+// The vocabulary of `tiny` is only a default: new_model() makes it what the data needs.
 std::optional<Config> preset_config(const std::string& name) {
     static const std::map<std::string, Config> presets = {
         {"tiny", {.max_T = 256, .V = kByteVocab, .Vp = 384, .L = 4, .NH = 2, .C = 128}},
@@ -751,8 +751,8 @@ std::optional<Config> preset_config(const std::string& name) {
     return preset->second;
 }
 
-// A new model has at least -t positions. With tiny's byte vocabulary it has the vocabulary that the
-// data needs, which is single bytes or GPT-2's.
+// A new model has at least -t positions. With tiny's byte vocabulary it has the vocabulary that
+// training and validation data need, which is single bytes or GPT-2's.
 Config new_model(const Config& preset, const Options& o) {
     Config config = preset;
     config.max_T = std::max(config.max_T, o.T);

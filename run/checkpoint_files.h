@@ -65,7 +65,8 @@ struct Identity {
     Fields fields;
     // These may be changed on purpose, the schedule and the optimizer's options: {"-l", "0.001"}, …
     Fields recipe = {};
-    // The values of those `fields` that older states lack, because there was no choice yet.
+    // The values of those `fields` that older states lack, because there was no choice yet. So far
+    // a run has none (CONTRIBUTING.md has an example).
     Fields implied = {};
 };
 

@@ -28,7 +28,7 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     check_regular(o.output_dir + "/run.lock");
     auto output = std::make_unique<OutputDir>(o.output_dir);
     if (o.resume) {
-        // Only to fail early: throws if there are checkpoints, but none can be resumed.
+        // Only to fail early: throws if files of the checkpoints are missing.
         checkpoint_to_resume(o.output_dir);
         return output;
     }
