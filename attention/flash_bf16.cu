@@ -21,7 +21,8 @@
 //
 // New against flash_mma: copies overlap products. cp.async brings tiles to shared memory in two
 // stages, with one barrier a stage. A warp owns 32 rows, so that every fragment of the streamed
-// operand feeds two MMAs. Otherwise shared-memory bandwidth would be the bound.
+// operand feeds two MMAs. Otherwise shared-memory bandwidth would be the bound. (In dkdv_kernel at
+// HS 128 registers allow only 16 rows.)
 //
 // Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in
 // memory, and any order of blocks gives the same bits. dq_kernel keeps queries, streams keys and

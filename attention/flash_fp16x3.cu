@@ -76,8 +76,8 @@ namespace {
 
 // -------------------------------------------------------------------------------------------------
 // Tiles. A warp owns kWarpTiles MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a
-// thread may have 255 registers. On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89
-// and sm_120 have only 99 KB in all.
+// thread may have 255 registers and, on sm_90, a block 113 KB of shared memory. An SM of sm_86,
+// sm_89 or sm_120 has room for one block, of at most 99 KB.
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
@@ -403,7 +403,7 @@ struct BackwardArgs {
     HeadsView<const float> dout;
     HeadsView<const float> out;
     RowStatsView<const float> lse;
-    RowStatsView<const float> lse_rest;  // null in a call with all of its rows' keys
+    RowStatsView<const float> lse_rest;  // null only in a call with all of its rows' keys
     LseD* lse_D;                         // (B, NH, Tq); D has been multiplied by the query's factor
     // (B, NH, Tq): 2^(lse_log2 − log2(e)·lse), for what lse_log2 has no bits for. P should be
     // multiplied by it. Instead dq_kernel multiplies D by it, and dkdv_kernel dO. Then dV = Pᵀ dO

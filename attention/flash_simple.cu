@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     float D[1] = {};
     float dq[kOwn] = {};
     float sum = 0.f;
-    const int row = min(query, Tq - 1);  // threads without a query repeat the last one's work
+    const int row = min(query, Tq - 1);  // threads without a query read the last one's out and lse
     multiply_abt<HS>(D, do_smem[threadIdx.x], line_of_row<HS>(w, args.out, row));
     const float lse = w.stats(args.lse)[row];
 
