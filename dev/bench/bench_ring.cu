@@ -10,8 +10,8 @@
 //                 hide
 //   hop           every rank sends its keys and values to the next rank, and nothing else happens
 //
-// A shorter ring is validated first, by the bounds of dev/test_ring. dev/common/bench.h explains
-// the protocols.
+// A shorter ring is validated first, by the bounds of dev/common/ring_check.h. dev/common/bench.h
+// explains the protocols.
 //
 // Run: ./dev/bench_ring --help
 #include "dev/common/bench.h"

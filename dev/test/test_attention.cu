@@ -847,8 +847,8 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
 // -------------------------------------------------------------------------------------------------
 // The properties that are tested of every kernel
 
-// Shapes and inputs that find bugs. B, NH and the input go through their values with coprime
-// periods, so that every pair of values occurs. Long sequences have few heads, because the
+// Shapes and inputs that find bugs. B with NH and the input go through their values at different
+// paces, so that every pair of values occurs. Long sequences have few heads, because the
 // reference's time grows with B·NH·T²·HS.
 static std::vector<Case> accuracy_cases(bool flash_in_bf16) {
     std::vector<Case> cases = {
@@ -984,7 +984,9 @@ static RowRange without_mask(const RowRange& causal) {
     return causal.first < causal.last ? kAll : causal;
 }
 
-// `rows` are those that depend on the NaN, and `clean` is the result without it.
+// `rows` are those that depend on the NaN, and `clean` is the result without it. Of a row that
+// depends on it, only the element in the NaN's column must be NaN: a NaN in v reaches no other
+// column of out, and one in dout no other column of dv.
 static void check_nan_in(int tensor, const RowRange& rows, int longest_tile,
                          const AttentionShape& s, const std::vector<double>& got,
                          const std::vector<double>& clean, const std::string& what) {
@@ -1005,7 +1007,7 @@ static void check_nan_in(int tensor, const RowRange& rows, int longest_tile,
     }
 }
 
-// One element of q, k, v or dout is NaN. Every element that depends on it must be NaN.
+// One element of q, k, v or dout is NaN. Every row that depends on it must be NaN in its column.
 //
 // Other heads, other sequences, and rows farther away than any tile is long, must have the bits
 // that they have without the NaN. In between a tile may carry it, because on tensor cores a masked

@@ -340,7 +340,8 @@ TEST(defaults_of_sizes) {
         CHECK(o.lr == c.lr);
     }
 
-    // The optimizer is divided among all ranks, including those that share a sequence.
+    // The optimizer is divided among all ranks, including those that share a sequence. So it is not
+    // divided here, because three ranks cannot divide 128 channels.
     Options three;
     three.context_parallel = 3;
     three.T = 96;
@@ -894,6 +895,8 @@ TEST(reference_model_gradient_by_finite_differences) {
     }
 }
 
+// A chunk begins with 512 rows, and is doubled until it has all rows of the model or would become
+// larger than 2 GiB.
 TEST(logits_are_2_GiB_at_most) {
     const auto rows = [](int Vp) {
         const Config config = {.max_T = 160, .V = Vp, .Vp = Vp, .L = 1, .NH = 1, .C = 8};
@@ -902,8 +905,8 @@ TEST(logits_are_2_GiB_at_most) {
         CHECK(logits.elements() == model.sizes.chunk * Vp);
         return model.sizes.chunk;
     };
-    const int V = 1 << 18;  // of which 1024 rows are 2 GiB. The model has 640
-    CHECK(rows(V) == 640);
+    const int V = 1 << 18;  // of which 1024 rows are 2 GiB
+    CHECK(rows(V) == 640);  // all that the model has, because a chunk of 1024 is allowed
     CHECK(rows(V + 128) == 512);
 }
 

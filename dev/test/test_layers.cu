@@ -444,7 +444,7 @@ TEST_OF_X(layernorm) {
             check_layernorm<X>(N, C);
     for (int C : {65, 384, 512, 768, 1024, 1280, 1600})
         check_layernorm<X>(5000, C);
-    // a warp works on so many rows that it uses a stage three times
+    // in the first a warp works on so many rows that it uses each stage several times
     const std::pair<size_t, int> shapes[] = {{20001, 768}, {13, 1024}, {300, 8192},
                                              {40, 3000},   {40, 8192}, {40, 8191}};
     for (const auto& [N, C] : shapes)
@@ -1079,7 +1079,7 @@ TEST_OF_X(cross_entropy_of_bad_rows) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Reductions
+// Initial values of parameters, and conversions
 
 // The numbers are the CPU's, up to one unit in the last place, and exactly the mean where sigma is
 // 0. Any part of them is filled with the same bits.
@@ -1140,6 +1140,9 @@ TEST(convert) {
     check_convert<float>(half);
     check_convert<bf16>(half);
 }
+
+// -------------------------------------------------------------------------------------------------
+// Reductions
 
 void check_reduction(bool norm, Tensor<float>& x) {
     const size_t n = x.start.size();
@@ -1363,8 +1366,9 @@ TEST(adamw_without_a_finite_norm) {
         }
 }
 
-// beta^t needs more than fp32. In fp32 a power is wrong by 2e-5 at step 2, and a product of t
-// factors by 5e-4 at step 100. Each parameter starts at 0, so after the step it is the update.
+// beta^t needs more than fp32. With a power in fp32 the update would be off by 2e-5 at step 2, and
+// with a product of t factors by 5e-4 at step 100. Each parameter starts at 0, so after the step it
+// is the update.
 TEST(adamw_bias_correction) {
     const size_t n = 1000;
     const ParamRange all = {.begin = 0, .size = n, .decay = false};
