@@ -217,8 +217,7 @@ class Checkpoints {
                 model_.dev.upload(to.device + from.offset, from.data, from.bytes);
                 state->add(from.data, from.bytes);
             };
-            const size_t most_per_piece = to.bytes;  // no limit
-            stream_in(model_.dev, state->file, state->begin + to.offset, to.bytes, most_per_piece,
+            stream_in(model_.dev, state->file, state->begin + to.offset, to.bytes,
                       upload_and_checksum);
         });
         if (state)
@@ -251,13 +250,11 @@ class Checkpoints {
     void read_parameters(const std::string& path, uint64_t expected) {
         const InputFile file(path);
         const size_t bytes = model_.params.bytes;
-        const size_t most_per_piece = bytes;  // no limit
         Checksum64 checksum(bytes);
-        stream_in(model_.dev, file, kHeaderBytes, bytes, most_per_piece,
-                  [&](const FilePiece& piece) {
-                      model_.dev.upload(model_.params.base + piece.offset, piece.data, piece.bytes);
-                      checksum.add(piece.data, piece.bytes);
-                  });
+        stream_in(model_.dev, file, kHeaderBytes, bytes, [&](const FilePiece& piece) {
+            model_.dev.upload(model_.params.base + piece.offset, piece.data, piece.bytes);
+            checksum.add(piece.data, piece.bytes);
+        });
         if (checksum.value() != expected)
             refuse(path, "damaged parameters", hex(expected), hex(checksum.value()), kRemove);
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <future>
 #include <memory>
 #include <string>
@@ -24,8 +25,8 @@ struct FilePiece {
 // the device has done everything it was given. All pieces but the last are whole steps of a
 // checksum: as many as fit into both 32 MiB and `most_per_piece` bytes, or one if none fits.
 template <class Dev, class F>
-void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes,
-               size_t most_per_piece, F use) {
+void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, F use,
+               size_t most_per_piece = SIZE_MAX) {
     if (bytes == 0)
         return;
     constexpr size_t kStep = Checksum64::kStep;
@@ -131,8 +132,7 @@ void load_as(Model& model, const InputFile& file) {
     auto* const master = model.optimizer().master;
     char* const staged = model.acts.base;
     const size_t bytes = model.num_parameters * sizeof(File);
-    const size_t most_per_piece = model.acts.bytes;
-    stream_in(dev, file, kHeaderBytes, bytes, most_per_piece, [&](const FilePiece& piece) {
+    const auto use = [&](const FilePiece& piece) {
         const File* const values = reinterpret_cast<const File*>(staged);
         const size_t first = piece.offset / sizeof(File);
         const size_t count = piece.bytes / sizeof(File);
@@ -142,7 +142,9 @@ void load_as(Model& model, const InputFile& file) {
             for_each_part(own, first, first + count, [&](const SharePart& part) {
                 convert(dev, master + part.state_begin, values + (part.begin - first), part.size);
             });
-    });
+    };
+    const size_t most_per_piece = model.acts.bytes;  // room for `staged`
+    stream_in(dev, file, kHeaderBytes, bytes, use, most_per_piece);
 }
 
 // Loads a model file of either type.

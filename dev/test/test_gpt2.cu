@@ -696,7 +696,8 @@ TEST(a_checkpoint_that_is_not_finite_is_not_resumed) {
         const Corrupting good;
         const std::string error =
             quiet_error_of([&] { run_with<Corrupting, float>(good, resumed, ProcessGroup()); });
-        if (!contains(error, model_path(out, 1)) || !contains(error, ": " + name + ": 1 of ")) {
+        if (!contains(error, model_path(out, 1)) || !contains(error, ": " + name + ": 1 of ") ||
+            !contains(error, " elements are not finite")) {
             test::report(__FILE__, __LINE__, name + ": " + error);
         }
         CHECK(!exists(model_path(out, 2)));
@@ -840,12 +841,13 @@ TEST(files_are_read_in_pieces) {
         for (const size_t most : {size_t(1), size_t(33), size_t(4096), ~size_t(0)}) {
             std::string got;
             Checksum64 checksum(n);
-            stream_in(cpu, file, 3, n, most, [&](const FilePiece& piece) {
+            const auto use = [&](const FilePiece& piece) {
                 CHECK(piece.offset == got.size());
                 CHECK(piece.bytes % Checksum64::kStep == 0 || piece.offset + piece.bytes == n);
                 checksum.add(piece.data, piece.bytes);
                 got.append(piece.data, piece.bytes);
-            });
+            };
+            stream_in(cpu, file, 3, n, use, most);
             CHECK(got == bytes.substr(3, n));
             CHECK(checksum.value() == checksum64(&bytes[3], n));
         }
@@ -932,7 +934,8 @@ void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says)
     model.dev.upload(element, &nan, sizeof nan);
     CHECK(!(loss_and_gradient(model) <= 1e30));
     CHECK(update_stops());
-    CHECK_ERROR(check_parameters(model, "it", ""), std::string("it: ") + says);
+    CHECK_ERROR(check_parameters(model, "it", ""),
+                std::string("it: ") + says + " elements are not finite");
 }
 
 TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
@@ -1165,7 +1168,7 @@ TEST(gpu_update_stops_at_nan) {
     GPT2<Cuda, bf16> model(gpu(), kSmall, {.B = 2, .T = 64, .training = true});
     model.allocate();
     init_random(model, 3);
-    check_nothing_is_updated(model, model.weights(1).qkvw + 17, "qkvw: 1 of");
+    check_nothing_is_updated(model, model.weights(1).qkvw + 17, "qkvw: 1 of 98304");
 }
 
 // The sums of the squared errors of logits, at each length of a text and over all lengths.

@@ -620,7 +620,9 @@ TEST(what_killed_runs_left_is_removed_at_the_start) {
         write_file(out + "/" + name, "x");
 
     const Result r = run(options(4) + "-v 0 -s 0 -y 1 -nk 1 -o " + out);
-    CHECK_RUN(r, 0, "nothing left to do", out + "/state_00000000.bin: the model");
+    CHECK_RUN(
+        r, 0, "nothing left to do",
+        out + "/state_00000000.bin: the model that belongs to this training state is missing");
     kept.insert({"log.jsonl", "model_00000004.bin", "state_00000004.bin"});
     CHECK(files_of(out) == kept);
 }
@@ -706,7 +708,7 @@ TEST(states_whose_models_were_moved_stay) {
 
     bring_back(model_path(out, 2));
     CHECK_RUN(run(options(2) + "-v 0 -s 0 -y 1 -o " + out), 0, "resumed at step 2\n",
-              state_path(out, 4) + ": the model");
+              state_path(out, 4) + ": the model that belongs to this training state is missing");
     for (const int step : {3, 4})
         bring_back(model_path(out, step));
     std::set<std::string> after = files_of(out);
@@ -777,7 +779,7 @@ TEST(refuses_other_data_but_not_another_place) {
     std::string bytes = read_file(changed + "/b.bin");
     bytes[1024 + 60] ^= 1;
     write_file(changed + "/b.bin", bytes);
-    CHECK_RUN(resume_with(changed), 1, ": data is \"");
+    CHECK_RUN(resume_with(changed), 1, ": data is \"", "\" in the checkpoint, but \"");
     CHECK(newest_model(out) == 3);
     CHECK_RUN(resume_with(write_shards("moved")), 0, "step 4/4");
 }
