@@ -162,15 +162,17 @@ def with_shares(rows):
 def fastest_library(rows):
     """A sentence about what the ladder's rungs are compared with."""
     ours = rows[rows["kernel"].isin(RUNGS[rows["dtype"].iloc[0]])]
-    libraries = rows[rows["kernel"].map(kind_of) == "library"]
+    text = f"GEMM reaches {ours['gemm_tflops'].max():.0f} TFLOP/s."
+    libraries = rows[rows["kernel"].map(kind_of) == "library"].dropna(subset="tflops")
+    if set(libraries["pass"]) < {"fwd", "bwd"}:
+        return text  # none was measured, for example without PyTorch
+
     fastest = libraries.loc[libraries.groupby("pass")["tflops"].idxmax()].set_index("pass")
     names = fastest["kernel"].map(LIBRARIES)
     rates = fastest["tflops"].round().astype(int)
-    return paragraph(
-        f"GEMM reaches {ours['gemm_tflops'].max():.0f} TFLOP/s. The fastest library is "
-        f"{names['fwd']} forward, with {rates['fwd']} TFLOP/s, and {names['bwd']} backward, with "
-        f"{rates['bwd']}."
-    )
+    text += f""" The fastest library is {names["fwd"]} forward, with {rates["fwd"]} TFLOP/s, and
+        {names["bwd"]} backward, with {rates["bwd"]}."""
+    return paragraph(text)
 
 
 def ladder(rows):

@@ -306,7 +306,16 @@ def test_stale_tables(tmp):
     }
     written(tmp / "A" / "scaling.jsonl", jsonl([losses, speed]))
 
-    names = "start", "scaling", "torch"
+    # A ladder that no library was measured beside.
+    shape = {"dtype": "fp32", "causal": True, "B": 4, "T": 4096, "HS": 64}
+    rates = {"ms": 2.0, "tflops": 10.0, "gemm_tflops": 50.0}
+    passes = [
+        {**about, **shape, **rates, "gpu": "A", "kernel": "naive", "pass": name}
+        for name in ("fwd", "bwd")
+    ]
+    written(tmp / "A" / "attention.jsonl", jsonl(passes))
+
+    names = "start", "scaling", "torch", "ladder fp32"
     old = "".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names)
     page = written(tmp / "page.md", old)
     with mock.patch.multiple(results, ROOT=tmp, RESULTS=tmp):
@@ -322,6 +331,8 @@ def test_stale_tables(tmp):
     assert text.count("| d12 | 8 | 2.3 | 4.5 (1.2) |") == 2, text
     assert "| 2 | 1 | 500 | 95 | 4.50 | 4.25 | 7.75 | 2.00e-05 |" in text, text
     assert "no rows for this table: `scripts/measure.sh torch`" in text, text
+    assert "| the formula, by cuBLAS | 10 | 20 | – | 10 | 20 | – |" in text, text
+    assert "GEMM reaches 50 TFLOP/s." in text, text
 
 
 def create_repository(folder):
