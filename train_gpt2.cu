@@ -846,8 +846,8 @@ static void print_version() {
 
 static void print_help() {
     const char* const about =
-        "Trains GPT-2. Without options, it trains a new 124M model on the built-in corpus, and saves "
-        "nothing.\nREADME.md has examples. --version prints the version.";
+        "Trains GPT-2. Without options, it trains a new 124M model (CPU: tiny) on the built-in "
+        "corpus,\nand saves nothing. README.md has examples. --version prints the version.";
     std::printf("%s", options_help("train_gpt2cu", about, Options().table()).c_str());
 }
 

@@ -20,7 +20,8 @@ inline auto tensor_map_encoder() {
 #endif
     if (found != cudaDriverEntryPointSuccess || !function)
         throw Error(
-            "the GPU driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12.0 or later");
+            "the GPU driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12.0 or "
+            "later");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 

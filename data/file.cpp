@@ -158,7 +158,7 @@ void HeldFile::warn_if_replaced() {
         return;
 
     warned_ = true;
-    print_error(format("%s: was %s during the run; %s", path.c_str(),
+    print_error(format("warning: %s: was %s during the run; %s", path.c_str(),
                        found ? "replaced by another" : "removed", consequence_));
 }
 

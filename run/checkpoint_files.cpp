@@ -82,7 +82,7 @@ static void check_sizes(const std::string& path, const Config& c) {
     };
     for (const auto& size : sizes)
         if (size.value < size.low || size.value > size.high)
-            refuse(path, "damaged header: " + (size.name + at_offset(size.field)),
+            refuse(path, std::string("damaged header: ") + size.name + at_offset(size.field),
                    format("%d..%d", size.low, size.high), size.value, kGetAgain);
     if (c.C % c.NH != 0)
         refuse(path, "damaged header: channels" + at_offset(kFieldC),

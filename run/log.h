@@ -14,7 +14,7 @@
 std::string for_terminal(const std::string& text);
 
 // Removes all complete characters from the beginning of `text`, and returns them as for_terminal()
-// does. What is left are at most the first bytes of a character that is not complete yet.
+// does. At most the first bytes of an incomplete character are left.
 std::string take_for_terminal(std::string& text);
 
 // Prints a model's text on stdout, piece by piece: unchanged to a file or a pipe, safe for a

@@ -62,7 +62,7 @@ std::vector<Option> Options::table() {
          "1..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
          "tokens per optimizer step: B·T·GPUs / context-parallel, or a multiple of that to "
-         "accumulate the gradients of several micro-batches; default: one micro-batch",
+         "accumulate the gradients of several micro-batches; default: no accumulation",
          "1.."},
         {"--max-steps", "-x", O::Int, &max_steps,
          "optimizer steps; default: -1, which is one epoch of -i, or 6500 steps on the built-in "
@@ -258,14 +258,17 @@ void check_ranks(const Options& o, const RankInfo& self, int gpus, const std::st
     if (o.gpus > 0 && self.size > 1 && o.gpus != self.size)
         throw UsageError(format("--gpus is %d, but the launcher started %d ranks; leave out --gpus",
                                 o.gpus, self.size));
+    // A launcher may have started the ranks, without --gpus.
+    const char* const one_process =
+        self.size > 1 ? "; start a single process" : "; leave out --gpus";
     if (o.generate > 0 && ranks > 1)
-        throw UsageError("--generate runs on one GPU; leave out --gpus");
+        throw UsageError(std::string("--generate runs on one GPU") + one_process);
     if (ranks == 1 || o.memory)
         return;
     if (o.device == "cpu")
-        throw UsageError("--device cpu runs as one process; leave out --gpus");
+        throw UsageError(std::string("--device cpu runs as one process") + one_process);
     if (gpus == 0)
-        throw Error("each rank needs a GPU of its own: " + why_no_gpu + "; leave out --gpus");
+        throw Error("each rank needs a GPU of its own: " + why_no_gpu + one_process);
     NcclComm::version();  // throws if this program was built without NCCL
 }
 

@@ -78,14 +78,13 @@ struct Run {
 
     // Prints the options that have been changed, the device, the model, the data and the memory.
     void describe() const {
-        Options settings = o;  // a copy, because table() is for writing as well
         Options defaults;
         if (ranks.size == 1) {  // a single rank uses neither, so neither counts as changed
             defaults.zero = o.zero;
             defaults.overlap = o.overlap;
         }
         // One of them is --prompt, which may contain anything.
-        print_text(options_changed(settings.table(), defaults.table()));
+        print_text(options_changed(Options(o).table(), defaults.table()));
 
         const Config& c = model.config;
         std::string attention = "plain loops";
