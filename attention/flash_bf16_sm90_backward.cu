@@ -962,10 +962,10 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
 
     const size_t heads = scheduler.heads;
     const size_t tiles = heads * std::max(scheduler.q_tiles, scheduler.k_tiles);
-    // Indices of semaphores are ints below 2·tiles, and tickets go up to the work tiles + the
-    // number of blocks.
+    // Indices of semaphores are ints below 2·tiles, and tickets go up to heads·k_tiles + the number
+    // of blocks.
     if (tiles > INT_MAX / 4)
-        throw Error(format("%s: %zu work tiles are more than %d; use a smaller batch", kName, tiles,
+        throw Error(format("%s: %zu tiles are more than %d; use a smaller batch", kName, tiles,
                            INT_MAX / 4));
 
     char* at = static_cast<char*>(c.scratch);

@@ -84,9 +84,6 @@ constexpr int kThreads = 32 * kWarps;
 // Bytes of an element.
 constexpr int kHalfBytes = 2;
 constexpr int kPairBytes = 2 * kHalfBytes;
-constexpr int kFloatBytes = 4;
-// What a Stream takes for an element: it has two tensors, each as pairs and as floats.
-constexpr int kStreamedBytes = 2 * (kPairBytes + kFloatBytes);
 template <int HS>
 constexpr int kWarpTiles = HS == 64 ? 2 : 1;
 
@@ -97,7 +94,7 @@ struct ForwardTiles {
     static constexpr int Sub = 32;  // keys at a time
 
     // 80 KB: K and V as pairs (at first Q's hi part is there), K and V as floats, Q's lo part
-    static constexpr int QLo = kStreamedBytes * Bc * HS;
+    static constexpr int QLo = Stream<HS, Bc, kThreads>::Bytes;
     static constexpr int Smem = QLo + kHalfBytes * Br * HS;
 };
 
@@ -110,7 +107,7 @@ struct DqTiles {
     static constexpr int Lo = kHalfBytes * Br * HS;  // from a hi part to its lo part
     static constexpr int Do = kPairBytes * Br * HS;
     static constexpr int Kv = 2 * Do;
-    static constexpr int Smem = Kv + kStreamedBytes * Bc * HS;
+    static constexpr int Smem = Kv + Stream<HS, Bc, kThreads>::Bytes;
 };
 
 template <int HS>
@@ -123,8 +120,14 @@ struct DkdvTiles {
     static constexpr int Lo = kHalfBytes * Bc * HS;  // from a hi part to its lo part
     static constexpr int V = kPairBytes * Bc * HS;
     static constexpr int QDo = 2 * V;
-    static constexpr int Stats = QDo + kStreamedBytes * Br * HS;
-    static constexpr int Smem = Stats + 2 * Br * static_cast<int>(sizeof(LseD) + sizeof(float));
+    static constexpr int Stats = QDo + Stream<HS, Br, kThreads>::Bytes;
+
+    // What the kernel needs of a tile's queries, in two stages one after the other.
+    struct RowStats {
+        alignas(16) LseD lse_D[2 * Br];  // read as LseDPair
+        float factors[2 * Br];
+    };
+    static constexpr int Smem = Stats + static_cast<int>(sizeof(RowStats));
 };
 
 // -------------------------------------------------------------------------------------------------
@@ -680,13 +683,6 @@ __global__ void __launch_bounds__(kThreads, 2)
 #endif
 }
 
-// What dkdv_kernel needs of a tile's queries, in two stages one after the other.
-template <int HS>
-struct RowStats {
-    alignas(16) LseD lse_D[2 * DkdvTiles<HS>::Br];  // read as LseDPair
-    float factors[2 * DkdvTiles<HS>::Br];
-};
-
 // What undoes the scale of a warp's rows.
 struct alignas(8) Units {
     float k;
@@ -706,7 +702,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const QdO q_do{smem + Tiles::QDo};
-    auto* const row_stats = reinterpret_cast<RowStats<HS>*>(smem + Tiles::Stats);
+    auto* const row_stats = reinterpret_cast<typename Tiles::RowStats*>(smem + Tiles::Stats);
 
     __shared__ WorkTile w;  // the loops leave no register for it
     if (threadIdx.x == 0)

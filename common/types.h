@@ -104,8 +104,8 @@ struct Positions {
 // One tensor's range of the parameters, for the optimizer: `pieces` pieces of `size` elements, the
 // first at element `begin` of the parameter arena and each `stride` elements after the one before.
 // (If the optimizer is sharded, a rank may have a piece of every layer.) A rank's gradients and
-// optimizer state leave out all elements that are not its own. Of those before `begin` there are
-// `skipped`, so the first piece's gradients start at begin − skipped.
+// optimizer state leave out all elements that are not its own. `skipped` of these are before
+// `begin`, so the first piece's gradients start at begin − skipped.
 struct ParamRange {
     size_t begin;
     size_t size;

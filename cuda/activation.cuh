@@ -9,8 +9,9 @@
 // so the fast hardware versions of both (relative error about 1e-6) are accurate enough.
 //
 // To train with another activation, change this file, the formula in layers/cpu/reference.cpp (the
-// oracle of the tests, which is why it has its own) and the name in scripts/hf.py. A run depends on
-// no other file. For comparisons with PyTorch, dev/common/torch_gpt2.py names it too.
+// oracle of the tests, which is why it has its own) and the name in scripts/hf.py. Nothing else
+// needs to change for a run. For comparisons with PyTorch, change its name in
+// dev/common/torch_gpt2.py, too.
 #pragma once
 #include "cuda/ptx_sm80.cuh"  // exp2_approx, kLog2e, reciprocal_approx
 

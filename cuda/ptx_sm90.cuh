@@ -370,7 +370,7 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
 //   A, B                 descriptors, or A's four registers
 //   p                    whether to add: the predicate that is set here
 //   1, 1                 factors of A and B; −1 would negate them
-//   one or two numbers   1: A is transposed (if in shared memory), B is transposed
+//   one or two numbers   1 if transposed, else 0: of A, if it is in shared memory, and of B
 #define WGMMA(shape, d, operands, accumulate)                                                      \
     "{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                                        \
     "wgmma.mma_async.sync.aligned." shape " {" d "}, " operands ";\n}\n"

@@ -42,7 +42,7 @@ constexpr int kBlocksPerSM = 6;  // of pass 1: about as many as its registers al
 //
 // The layout is where the parts of a plan start, with room for the most that N rows can need. A
 // multi has at least kEncoderChunk + 1 rows, so there are at most N / (kEncoderChunk + 1) multis.
-// One of r rows has ⌈r / kEncoderChunk⌉ partial sums, at most 2r / (kEncoderChunk + 1).
+// A multi of r rows has ⌈r / kEncoderChunk⌉ partial sums, at most 2r / (kEncoderChunk + 1).
 struct PlanLayout {
     size_t max_chunks;
     size_t max_multis;

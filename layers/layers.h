@@ -88,10 +88,10 @@ size_t matmul_activation_scratch_bytes(const Cuda& dev, size_t N, int C, int OC)
 //   dqkvb[0, C)    q: adds the sum of dq's rows.
 //   dqkvb[C, 2C)   k: always zero, not touched. Adding the same vector to every key shifts a row's
 //                  logits equally, which softmax ignores.
-//   dqkvb[2C, 3C)  v: writes dprojb·projw. With the gradients dout of attention's output and dproj
-//                  of the projection's, dout = dproj·projw; and rows of P sum to 1, so Σ dv =
-//                  Σ Pᵀ·dout = Σ dout. It does not add, because dprojb already contains the sums
-//                  of earlier micro-batches.
+//   dqkvb[2C, 3C)  v: writes dprojb·projw. Let dout be the gradient of attention's output, and
+//                  dproj that of the projection's. Then dout = dproj·projw, and as rows of P sum
+//                  to 1, Σ dv = Σ Pᵀ·dout = Σ dout. It does not add, because dprojb already
+//                  contains the sums of earlier micro-batches.
 // Needs qkv_bias_scratch_bytes() of scratch.
 template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv,

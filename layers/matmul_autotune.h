@@ -57,8 +57,8 @@ struct AutotuneResult {
     std::vector<int> equal;  // the first and all that gave its bits
 };
 
-// `run` runs the first `count` algorithms, of which 0 is the library's first proposal. Overwrites D
-// and pre, except that D is kept if the product adds to what is there.
+// Tries algorithms 0 to count − 1, each by `run`; algorithm 0 is the library's first proposal.
+// Overwrites D and pre, except that D is kept if the product adds to what is there.
 AutotuneResult autotune(const Cuda& dev, const MatmulProduct& product, const MatmulOperands& o,
                         int count, const RunAlgorithm& run);
 

@@ -165,9 +165,7 @@ void NcclComm::host_all_gather(void* all, size_t bytes) {
         all_gather_bytes(staging_, n);
 
         // A row is what one rank has sent: n bytes, n apart in staging_, `bytes` apart in `all`.
-        const size_t width = n;
-        const size_t rows = size;
-        CUDA_CHECK(cudaMemcpy2DAsync(host + at, bytes, staging_, n, width, rows,
+        CUDA_CHECK(cudaMemcpy2DAsync(host + at, bytes, staging_, n, /*width=*/n, /*height=*/size,
                                      cudaMemcpyDeviceToHost, stream_));
     }
     CUDA_CHECK(cudaStreamSynchronize(stream_));

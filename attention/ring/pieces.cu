@@ -73,7 +73,7 @@ void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const Attenti
     const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq;
     const unsigned threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
     kernel<<<tokens, std::min(threads, kMaxThreads), 0, dev.stream>>>(s, arguments...);
-    LAUNCH_CHECK("attention in pieces");
+    LAUNCH_CHECK("ring attention");
 }
 
 }  // namespace
