@@ -133,8 +133,8 @@ endif
 # Sources and programs
 
 ROOMS   := common attention attention/ring layers layers/cpu cuda layers/sm90 parallel data run
-# What takes longest to compile comes first. These files are in ROOMS, too; make drops the second
-# mention.
+# What takes longest to compile comes first. These files are in ROOMS, too; among prerequisites
+# make drops the second mention.
 SOURCES := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))
 KERNELS := $(filter %.cu,$(SOURCES))
 OBJECTS := $(patsubst %,build/%.o,$(basename $(SOURCES)))
@@ -254,7 +254,7 @@ profile: train_gpt2cu
 	    --output profile ./train_gpt2cu --profile 3 -v 0 -s 0
 
 # .clang-tidy says which checks are left out, and why.
-LINTED    := $(SOURCES) train_gpt2.cu $(wildcard dev/*/*.cpp dev/*/*.cu)
+LINTED    := $(sort $(SOURCES) train_gpt2.cu $(wildcard dev/*/*.cpp dev/*/*.cu))
 HEADERS   := $(foreach d,$(ROOMS) dev/*,$(wildcard $d/*.h $d/*.cuh))
 AS_CUDA   := -x cuda --cuda-host-only --cuda-path=$(CUDA_HOME)
 TIDYFLAGS := -std=c++20 -I. -fopenmp -isystem $(shell $(CXX) -print-file-name=include) \

@@ -123,7 +123,7 @@ constexpr int QBytes = Br * HS * 2;
 constexpr int KvBytes = Bc * HS * 2;         // a stage of K or of V
 constexpr int kSmem = QBytes + 4 * KvBytes;  // two stages of each
 
-// Where tile j of keys is, of two stages.
+// Which of the two stages holds tile j of keys.
 __device__ __forceinline__ int stage_index(int j) {
     return j & 1;
 }
@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(F))
 
                 // finite, because every row has met a key
                 float raised = fmaxf(reference[i][r], m * p.scale_log2);
-                // Here fp16 subtracts the reference, so it has to be a number of fp16. Which one
-                // does not matter: O and l have the same factor.
+                // Here fp16 subtracts the reference, so it has to be one that fp16 can represent.
+                // Which one does not matter: O and l have the same factor.
                 if (Qk16 && Exp16)
                     raised = __half2float(__float2half_rn(raised));
                 alpha[i][r] = exp2_approx(reference[i][r] - raised);

@@ -24,8 +24,8 @@ struct Options : Output {
 
 constexpr int HS = 64;
 
-// A GPU that rounds the results of every attention call to `carry`. So it runs our ring with fp32,
-// and with bf16 a ring over a library's attention.
+// A GPU that rounds the results of every attention call to `carry`: with fp32 our ring runs as it
+// is, and with bf16 like a ring over a library's attention.
 struct RoundingGpu : Cuda {
     DType carry = DType::f32;
 };

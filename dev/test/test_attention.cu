@@ -250,8 +250,8 @@ struct Layout {
         std::vector<double> values(rows * width);
 #pragma omp parallel for
         for (int row = 0; row < rows; row++) {
-            const A* const elements = from.row(row / tokens, row % tokens, 0, 0);
-            std::copy_n(elements, width, &values[row * width]);
+            const A* const first = from.row(row / tokens, row % tokens, 0, 0);
+            std::copy_n(first, width, &values[row * width]);
         }
         return values;
     }
@@ -1015,14 +1015,13 @@ static void check_nan_in(int tensor, const RowRange& rows, int longest_tile,
 template <class X>
 void one_nan(const AttentionKernel<X>& kernel) {
     const int longest_tile = kernel.flash ? 256 : kNanTokens;
-    constexpr int kInputTensors = 4;  // q, k, v, dout
     for (int HS : {64, 128})
         for (bool causal : {true, false}) {
             Problem<X> p = inputs_of<X>({whole(2, kNanTokens, 3, HS, causal)});
             const AttentionShape& s = p.c.shape;
             const size_t head = (kNan.b * kNanTokens + kNan.t) * s.NH + kNan.h;
             const Result clean = run(kernel, p);
-            for (int input = 0; input < kInputTensors; input++) {
+            for (size_t input = 0; input < p.inputs.size(); input++) {  // q, k, v, dout
                 X& element = p.inputs[input][head * HS + kNan.d];
                 const X number = std::exchange(element, static_cast<X>(NAN));
                 const Result got = run(kernel, p);

@@ -5,6 +5,7 @@
 #include <array>
 #include <climits>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <numeric>
 #include <set>
@@ -690,13 +691,13 @@ TEST(tokenizer_cuts_contractions) {
 
 static const std::vector<Question> kQuestions = {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}},
                                                  {8, 0, {256}, {{0}, {250, 3}}}};
-static GoodFile good_choices() {
+static GoodFile good_questions() {
     return {.write = [](const std::string& path) { write_questions(path, kQuestions); },
             .read = [](const std::string& path) { read_questions(path, 257, 64); }};
 }
 
-TEST(choices) {
-    const GoodFile file = good_choices();
+TEST(questions) {
+    const GoodFile file = good_questions();
     const size_t longest = 40;  // bytes of an example
     CHECK(file.bytes.compare(0, 1024, header_of({20240522, 1, 2, longest})) == 0);
     const std::vector<Question> read = read_questions(file.path, 257, 64);
@@ -709,8 +710,8 @@ TEST(choices) {
     }
 }
 
-TEST(choices_that_do_not_fit_the_model) {
-    const std::string path = good_choices().path;
+TEST(questions_that_do_not_fit_the_model) {
+    const std::string path = good_questions().path;
     CHECK_ERROR(read_questions(path, 256, 64),
                 path + ": token at offset 1076: expected 0..255, found 256");
     CHECK_ERROR(read_questions(path, 257, 4),
@@ -718,8 +719,8 @@ TEST(choices_that_do_not_fit_the_model) {
     CHECK(read_questions(path, 257, 5).size() == 2);  // the last token is only predicted
 }
 
-TEST(choices_errors) {
-    const GoodFile file = good_choices();
+TEST(questions_errors) {
+    const GoodFile file = good_questions();
     const size_t start_at = 1024;
     const size_t label_at = 1030;
     const size_t endings_at = 1032;
@@ -1231,7 +1232,7 @@ TEST(loader_identity_of_a_large_file) {
     CHECK(seen.size() == std::size(changes));
 }
 
-// Each shard's beginning, middle, end and size counts, however many shards there are.
+// Each shard's beginning, middle, end and size count, however many shards there are.
 TEST(loader_identity_of_many_shards) {
     const size_t n = 3 * 4096;  // tokens, in seven blocks of 4 KiB
     for (const int count : {80, 90, 130, 300}) {
@@ -1289,7 +1290,7 @@ TEST(vocabulary_of_a_shard) {
 // What every reader must refuse
 
 static std::vector<GoodFile> all_files() {
-    return {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()};
+    return {good_model(), good_state(), good_tokenizer(), good_questions(), good_shard()};
 }
 
 // Whatever a pointer of Git LFS is called, it is no data and no text.

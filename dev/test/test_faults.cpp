@@ -253,7 +253,7 @@ namespace {
 constexpr int kSteps = 5;  // with a checkpoint at steps 2, 4 and 5, of which one is kept
 
 std::string options(const std::string& out) {
-    static const std::string shard = write_shard(dir() + "/shard.bin", make_tokens(22 * 16 + 1, 1));
+    static const std::string shard = write_shard(dir() + "/shard.bin", make_tokens(22 * T + 1, 1));
     return format(
         "--device cpu -e %s -i %s -b 2 -t 16 -d 64 -x %d -n 2 -nk 1 -v 0 -s 0 -u 2 -l 3e-3 --seed "
         "5 -o %s ",
@@ -472,7 +472,7 @@ void check_differs(const std::string& command, const std::string& says, void (*c
 
 // What the ranks' arguments do not show is compared before the first step.
 TEST(a_rank_with_other_files_is_named) {
-    const std::string other = write_shard(dir() + "/other.bin", make_tokens(22 * 16 + 1, 2));
+    const std::string other = write_shard(dir() + "/other.bin", make_tokens(22 * T + 1, 2));
     check_differs("", ": the parameters of rank 1",
                   [](Options& o) { o.init = model_file(kNoEnd); });
     check_differs("", ": the data of rank 1",

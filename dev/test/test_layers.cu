@@ -888,6 +888,11 @@ TEST_OF_X(classifier) {
     check_classifier<X>(3, 257, 384, 1.0, kUnaligned);
 }
 
+// The rows of the tests of bad rows. The three before kNanRow have a target outside the vocabulary.
+constexpr int kNanRow = 3;
+constexpr int kInfiniteRow = 4;
+constexpr int kMinusInfiniteRow = 5;
+
 // A target outside the vocabulary, padding included, makes its row NaN. A logit that is NaN or +∞
 // is noticed in its row, wherever it is. −∞ is a probability of zero. The other rows are as they
 // should be.
@@ -895,9 +900,6 @@ TEST_OF_X(classifier_of_bad_rows) {
     const int V = 257;
     const int Vp = 384;
     const int N = 7;
-    const int kNanRow = 3;  // the three before it have a target outside the vocabulary
-    const int kInfiniteRow = 4;
-    const int kMinusInfiniteRow = 5;
     const std::vector<int> targets = {V, -1, 1000000, 7, 7, 7, V - 1};
     const Tensor<float> losses(poison(N));
     for (int at : {0, 100, V - 1}) {
@@ -1054,9 +1056,6 @@ TEST_OF_X(cross_entropy_of_bad_rows) {
         return inp.values();
     };
 
-    const int kNanRow = 3;  // the three before it have a target outside the vocabulary
-    const int kInfiniteRow = 4;
-    const int kMinusInfiniteRow = 5;
     Values rows = randn<X>(N * C);
     rows[kNanRow * C] = NAN;
     rows[kInfiniteRow * C + 5] = INFINITY;

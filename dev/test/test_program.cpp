@@ -183,7 +183,8 @@ TEST(wrong_arguments_are_named) {
         CHECK(contains(parsed({path, ""}), "path"));
 }
 
-// What may be the second file of a pattern that the shell has expanded is told from other mistakes.
+// A word that names a file may come from a pattern that the shell expanded, so it gets one more
+// hint.
 TEST(unknown_options_get_hints) {
     const std::string hint = "see --help (llm.c's options: FROM_LLMC.md)";
     const std::string quotes = ", and put a pattern of file names in quotes";
