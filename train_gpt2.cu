@@ -80,8 +80,8 @@ struct Parameters {
 };
 
 // The results of forward, in N = B·T rows. In training every layer keeps its own for backward,
-// except those that backward recomputes (Sizes::layers_unless_recomputed). Otherwise all layers
-// share one tensor, which each overwrites.
+// except those that backward recomputes (Sizes::layers_unless_recomputed). With a KV cache every
+// layer keeps its own qkv. Otherwise all layers share one tensor, which each overwrites.
 template <class X>
 struct Activations {
     using A = Acc<X>;
@@ -125,6 +125,7 @@ struct Activations {
 
 // How a model is used.
 struct ModelSettings {
+    // A kernel by its name, any that --attention accepts (common/types.h).
     Attention attention = Attention::flash;
     int B;                  // sequences in a micro-batch
     int T;                  // this rank's tokens of each sequence
@@ -502,8 +503,9 @@ struct GPT2 {
         sizes = tensor_sizes();
 
         constexpr size_t kPacked = 1;  // a multiple of 1 byte: no gaps
-        // For AdamW's vectors. With several shards this leaves no gaps, because shares are whole
-        // vectors (can_shard()). With one it may.
+        // For AdamW's vectors. A checkpoint of several shards is put together as if their arrays
+        // had no gaps (run/optimizer_state.h). They have none, because shares are whole vectors
+        // (can_shard()). With one shard there may be gaps, which a checkpoint then contains.
         constexpr size_t kVectorAligned = 16;
         params = Arena("parameters", Parameters<X>::list(config), kPacked);
         if (training) {
