@@ -7,7 +7,7 @@
 //   identity model: L=12 NH=12 …        what must be the same to resume, one line for each field
 //   recipe -l: 0.0003                   what may be changed on purpose
 //   step: 1000                          and the other counters
-//   optimizer bytes: 995514368          m and v, in bf16 also the fp32 master weights, in the order
+//   optimizer bytes: 995807232          m and v, in bf16 also the fp32 master weights, in the order
 //                                       of the parameters
 //   checksum: 0123456789abcdef          of the head up to this line, and of the bytes
 //

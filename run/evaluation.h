@@ -40,7 +40,7 @@ struct Validation {
 //
 // Each group of ranks evaluates its part of the batches and, if its ranks share sequences, each
 // rank its tokens of every window. The windows' losses are added in fp64 and in the order of the
-// windows, so that the result does not depend on the number of ranks.
+// windows, so that the result does not depend on the number of groups.
 template <class Model>
 Validation validate(Model& model, Loader& loader, int max_batches) {
     const auto& ranks = model.ranks;

@@ -59,7 +59,7 @@ int largest_batch(const Model& model, size_t free_bytes) {
     for (int b = model.B - 1; b > 0; b--) {
         auto settings = model.settings;
         settings.B = b;
-        settings.micro_steps = 1;
+        settings.micro_steps = 1;  // -d may ask for more, but each needs only some 20 bytes a token
         Model smaller(model.dev, model.config, settings, model.ranks);
         if (smaller.total_bytes() <= free_bytes)
             return b;

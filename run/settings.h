@@ -9,8 +9,9 @@
 #include "parallel/rendezvous.h"
 #include "run/options.h"
 
-// A default that depends on device, model, ranks or data is a value outside of the option's range
-// or, if its help says so, -1. resolve_sizes() and resolve_steps() replace it.
+// A default that depends on device, model, ranks or data is "auto", a value outside of the option's
+// range or, if its help says so, -1. resolve_sizes() and resolve_steps() replace most of these, and
+// train_gpt2.cu those of --precision, --init and --overlap. The rest stay.
 struct Options {
     std::string program = "./train_gpt2cu";  // as it was called
 
