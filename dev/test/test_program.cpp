@@ -311,6 +311,11 @@ TEST(commands_that_lack_an_option_are_usage_errors) {
         {2, "--device cpu --eval-only -j " + text_file(), "with -e"},
         {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
         {2, tiny() + "-y 1", "-o"},
+    });
+}
+
+TEST(values_that_no_option_takes_are_usage_errors) {
+    check_commands({
         {2, tiny() + "-x 1 -o ''", "--output-dir (-o)"},
         {2, tiny() + "-x 1 --lr 1e-400", "--lr (-l)"},
         {2, "--device cpu --generate 0 -e " + model(), "--generate"},
@@ -707,7 +712,8 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
 
 // -------------------------------------------------------------------------------------------------
 // Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two.
-// What CPU ranks compute is not checked here: dev/test_recipe compares it with fp64.
+// dev/test_recipe compares what CPU ranks compute with fp64. Here their losses are compared with
+// one rank's, and only where another number of ranks resumes a run.
 
 namespace {
 

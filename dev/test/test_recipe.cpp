@@ -209,7 +209,7 @@ struct SampleOptions {
     std::string prompt;
     int length;  // at most so many tokens after the prompt
     int top_k;
-    int T;  // positions of the model
+    int T;  // tokens that the model may see, which -t or sharing makes fewer than it has positions
 };
 
 // A token's rank among all that may follow, from 1. Tokens that are about as likely share a rank.
@@ -244,7 +244,7 @@ int check_sample(Gpt2& model, const SampleOptions& o, const std::string& text) {
             test::report(__FILE__, __LINE__,
                          format("token %zu of \"%s\" has rank %d", i, text.c_str(), rank));
 
-        // a text that outgrows the model's positions continues from its last half of them
+        // a text that outgrows what the model may see continues from half as many tokens, its last
         context.push_back(token);
         seen = seen < size_t(o.T) ? seen + 1 : (o.T + 1) / 2;
     }
@@ -548,7 +548,7 @@ TEST(samples_follow_the_model) {
         const char* prompt;
         int T;
         int top_k;
-        int worst_rank;  // of a token; without --top-k, at least
+        int worst_rank;  // of a token. If top_k is V, it is at least this, otherwise exactly this
     } cases[] = {{"--seed 1 --temperature 0.5 --top-k 3 --prompt Fox ", "Fox", kPositions, 3, 3},
                  {"--seed 2 --temperature 0.5 --top-k 3 --prompt Fox -t 8 ", "Fox", 8, 3, 3},
                  {"--seed 1 --temperature 2 --top-k 5 --prompt Fax ", "Fax", kPositions, 5, 5},
@@ -748,8 +748,8 @@ Vec check_initial(const TensorInFile& tensor, const double* w) {
 
 }  // namespace
 
-// No two matrices are correlated, neither within a model nor across seeds. The rate is too small to
-// change a weight.
+// Neighbouring matrices are not correlated, nor is any matrix with the token embedding of its
+// model, nor are the token embeddings of two seeds. The rate is too small to change a weight.
 TEST(a_new_model_starts_as_gpt2_does) {
     constexpr int steps = 4;
     const int tokens_per_step = 4 * 64;  // B·T by default
