@@ -42,7 +42,7 @@ int launch_ranks(int count, char** argv);
 std::string rendezvous(const RankInfo& self, const Fields& fields, const std::string& nccl_id,
                        double timeout = 60);
 
-// A socket that listens at this IPv4 or IPv6 address only. If `address` is a name, the socket
-// listens at all IPv4 addresses of this machine, because other machines may resolve the name to a
-// different one of them.
+// A socket that listens at this IPv4 or IPv6 address only. If `address` is a name other than
+// localhost, the socket listens at all IPv4 addresses of this machine, because other machines may
+// resolve the name to a different one of them.
 int listen_at(const std::string& address, int port);

@@ -600,6 +600,7 @@ static void check_pieces(const Tokenizer& tokenizer, const std::string& text,
         test::report(__FILE__, __LINE__, text + ": expected " + expected + ", found " + pieces);
 }
 
+// The last one has no bytes. A file may have such a token, but no text does.
 static const Strings kMerges = {"bc",   "ab", "cd", "abcd", "aa",   "n'", "'t",  "'tt", "re",
                                 "'re",  " a", "a1", "1a",   "11",   "!!", "a!",  "  ",  " \n",
                                 "\n\n", "é",  "<|", "|>",   "aare", "ef", "efg", ""};

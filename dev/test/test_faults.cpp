@@ -481,8 +481,9 @@ TEST(a_rank_with_other_files_is_named) {
                   [](Options& o) { o.val_data = dir() + "/shard.bin"; });
 }
 
-// A rate that ruins the parameters of one rank shows in the second step. If ranks share sequences,
-// what is broken reaches the others at once, and none may stop before them.
+// A rate that ruins the parameters of one rank shows in the second step: in the losses of that rank
+// or, if ranks share sequences, of all. Either way all ranks must stop in this step, because one
+// that went on would wait for the others.
 TEST(a_rank_whose_loss_is_not_finite_ends_all) {
     const auto ruin = [](Options& o) {
         o.lr = 3e38f;

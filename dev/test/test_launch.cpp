@@ -102,7 +102,8 @@ int wait_for_interrupt() {
 // A rank of --gpus, which is this program with other arguments. What it does:
 //   "rendezvous": gets the id of rank 0
 //   "exit":       rank 1 ends with code 3, and the others wait for a signal
-//   "die":        rank 0 ends with code 4, and a second later rank 1 is killed
+//   "die":        rank 0 ends with code 4, a second later rank 1 is killed, and a second after that
+//                 rank 2 ends with code 6
 //   "print":      prints a line
 //   "count":      waits for SIGINT, which must come once
 //   "sleep":      waits for a signal
@@ -228,10 +229,11 @@ TEST(variables_of_slurm) {
     check_launched({
         {slurm + "SLURM_STEP_NUM_TASKS=6 MASTER_ADDR=n3 MASTER_PORT=5001",
          "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1;"},
-        {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
+        {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // no size, as in a batch script
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
-        // in a step of one task, which starts ranks itself with a launcher that does not tell them
-        // how many are here
+        // In a step of one task that has started these ranks with another launcher, which tells
+        // them neither their local rank nor how many are here. So the first is Slurm's, and the
+        // second stays 1.
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
          "rank 2 of 4, 2 of 1 here"},
         {rank + "SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_STEP_NUM_TASKS=5 MASTER_ADDR=n3 "
@@ -262,13 +264,14 @@ TEST(wrong_variables_are_named) {
 TEST(gpus_starts_and_ends_ranks) {
     const struct {
         std::string act;
-        int signal;  // is sent to the parent and the ranks, or 0
+        int signal;  // is sent to the parent, which passes on all but SIGALRM, or 0
         int code;
         std::vector<std::string> says;
         int lines;  // that the parent prints
     } cases[] = {
         {"rendezvous", 0, 0, {}, 0},
         {"exit", 0, 3, {"rank 1 (pid ", ") exited with code 3\n"}, 1},
+        // a kill outranks the code of rank 0, and then that of rank 2 is not even printed
         {"die", 0, 128 + SIGKILL, {") exited with code 4\n", "rank 1 (pid ", "by signal 9 ("}, 2},
         {"count", SIGINT, 0, {}, 0},
         {"sleep", SIGALRM, 128 + SIGALRM, {}, 0},  // as with any process
@@ -280,7 +283,8 @@ TEST(gpus_starts_and_ends_ranks) {
     for (size_t i = 0; i < n; i++)
         if (cases[i].signal != 0) {
             parents[i].wait_for("ready", 3);
-            kill(-parents[i].pids[0], cases[i].signal);  // as a terminal does, to the group
+            // to its group, as a terminal does; each rank has a group of its own
+            kill(-parents[i].pids[0], cases[i].signal);
         }
     for (size_t i = 0; i < n; i++) {
         parents[i].check({cases[i].code}, cases[i].says);
