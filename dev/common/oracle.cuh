@@ -2,8 +2,9 @@
 // and this takes milliseconds. It works on whole sequences, with T = Tq = Tk.
 //
 // The oracle computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of
-// query rows with all keys, and a softmax kernel runs between the products. Of the T×T matrices S
-// and dP only 1024 rows each are in memory at a time, which is 1 GiB at T = 65536.
+// query rows with the keys that any of them sees, and a softmax kernel runs between the products.
+// Of the T×T matrices S and dP only 1024 rows each are in memory at a time, which is 1 GiB at
+// T = 65536.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -98,8 +98,8 @@ inline std::string last_words;  // what the program prints if the running test e
 inline void out_of_time(int) {
     if (write(STDOUT_FILENO, last_words.data(), last_words.size()) < 0)
         _exit(2);
-    // kills what the test started too, if that belongs to this program alone. Otherwise
-    // run_tests.sh does
+    // Kills what the test started, too, if this program leads its process group. In run_tests.sh
+    // timeout leads the group, and run_tests.sh kills it.
     if (getpgrp() == getpid())
         kill(0, SIGKILL);
     _exit(1);

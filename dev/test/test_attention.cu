@@ -3,10 +3,10 @@
 // refused, and sequences in pieces.
 //
 // The rule of dev/common/bounds.h allows an error of at most some multiple of naive's. naive
-// itself, the yardstick, is held to a relative L2 error. ACCURACY=1 in the environment prints every
-// error that is compared with a bound.
+// itself, the yardstick, has bounds of its own (naive_bound). ACCURACY=1 in the environment prints
+// every error that is compared with a bound.
 //
-// Every buffer is allocated between two guards and starts as NaN, as the guards do
+// Every Buffer is allocated between two guards and starts as NaN, as the guards do
 // (dev/test/late.h). So an element that is not written, scratch that is not cleared and a read past
 // the end all show as NaN, and a write past the end changes a guard.
 //
@@ -68,9 +68,11 @@ std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
 //   early_keys  the first 32 keys are 60 times as large
 //   magnitudes  q and dout are very large, k and v very small
 //   reversed    q and dout are very small, k and v very large
-//   constant    every logit is Case::logit, exactly if scale·HS is 8
+//   constant    every logit is Case::logit. For ±128 and ±200 it is so exactly if scale·HS is 8,
+//               because q and k are then ±4 and ±5.
 //   mixed       a row's logits are of any size up to ±Case::logit, and of one sign. The last row's
-//               are negative, because a kernel could take its lse for the lse of rows beyond Tq.
+//               are negative, and so is its lse. A kernel could take that for the lse of rows
+//               beyond Tq, where S is 0, and P = exp(−lse) would be infinite.
 //   ramp        logits of up to ±Case::logit rise along the keys, in steps of 16 keys, in half of
 //               the rows, and fall in the others. So the maximum rises by hundreds whichever way a
 //               kernel walks.
@@ -312,7 +314,7 @@ static float logit_factor(const Case& c, bool is_key, int t, float random) {
     return std::min(height, 1.f) * 2.f - 1.f;
 }
 
-// q_i = a(x_i w + noise), k_j = a(x_j w + noise). w is ±1s for each head, so S is x_i·x_j·logit
+// q_i = a(x_i w + noise), k_j = a(x_j w + noise). w is ±1s for each head, so S is x_i·x_j·|logit|
 // plus noise of about 3. Constant inputs have no noise, and w = 1.
 template <class X>
 void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
@@ -611,7 +613,7 @@ struct Run {
             read(r, {Dq, Dk, Dv}, dqkv, all, copy);
         return r;
     }
-    // Everything that forward and backward wrote.
+    // The bytes of all results.
     auto bytes() const {
         std::vector<std::vector<char>> bytes;
         for (const LateMemory* m : Memories{&out, &out_y, &lse, &lse_rest, &dqkv})
@@ -664,7 +666,7 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
 // the error of a dot product of T terms, and three roundings to X (P or dS, dP, the result). Naive
 // may have twice their sum. An error ε of S makes a relative error e^ε − 1 of P. S is a dot product
 // of HS terms, in error by about √HS·u|S|, and naive rounds it to X. Only an S near its row's lse
-// has weight.
+// has weight. With large logits, that is an lse above 64, P's error is part of the L2 error, too.
 template <class X>
 Norms naive_bound(const Problem<X>& p, int tensor) {
     const Norms ref = p.ref_norms[tensor];
@@ -1106,7 +1108,7 @@ void queries(const AttentionKernel<X>& kernel) {
     }
 }
 
-// A call with fp32 results where X is bf16, for the gradients of all keys.
+// The problem's call, not cut into pieces, with results in fp32 where X is bf16.
 template <class X>
 void check_fp32_call(const AttentionKernel<X>& kernel, const Case& c) {
     const Problem<X>& p = problem<X>(c);
