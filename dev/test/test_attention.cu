@@ -1526,8 +1526,7 @@ struct Refusals {
         backward("dq is null", [](auto& c) { c.dq.ptr = nullptr; });
         backward("dk is null", [](auto& c) { c.dk.ptr = nullptr; });
         backward("dv is null", [](auto& c) { c.dv.ptr = nullptr; });
-        if (kernel.has_backward() && kernel.scratch_bytes(good) > 0)
-            backward("scratch is null", [](auto& c) { c.scratch = nullptr; });
+        backward("scratch is null", [](auto& c) { c.scratch = nullptr; });
         both(kernel.flash ? kAccepted : "att is null", [](auto& c) { c.att = nullptr; });
 
         // not aligned
