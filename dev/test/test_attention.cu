@@ -168,9 +168,20 @@ static Norms error(const std::vector<double>& got, const std::vector<double>& wa
     return {.max = errors.largest, .l2 = errors.l2()};
 }
 
-static Norms norms(const std::vector<double>& x) {
-    return error(x, std::vector<double>(x.size()));
+// Of `count` elements from x on.
+template <class X>
+Norms norms(const X* x, size_t count) {
+    ErrorStats sizes;
+    for (size_t i = 0; i < count; i++)
+        sizes.add(static_cast<double>(x[i]), 0);
+    return {.max = sizes.largest, .l2 = sizes.l2()};
 }
+static Norms norms(const std::vector<double>& x) {
+    return norms(x.data(), x.size());
+}
+
+// Copies of fewer elements are left to one thread: it is done before all cores are awake.
+constexpr size_t kWorthAllCores = 1 << 20;
 
 // How tensors are laid out in memory: qkv and dqkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS),
 // lse and lse_rest (B, NH, T).
@@ -250,7 +261,7 @@ struct Layout {
         const HeadsView<const A> from = view(tensor, x, p);
         const int rows = sequences * tokens;
         std::vector<double> values(rows * width);
-#pragma omp parallel for
+#pragma omp parallel for if (values.size() >= kWorthAllCores)
         for (int row = 0; row < rows; row++) {
             const A* const first = from.row(row / tokens, row % tokens, 0, 0);
             std::copy_n(first, width, &values[row * width]);
@@ -262,7 +273,7 @@ struct Layout {
     template <class A, class X>
     void store(int tensor, A* x, const std::vector<X>& values) const {
         const HeadsView<A> to = view(tensor, x, every_token());
-#pragma omp parallel for
+#pragma omp parallel for if (values.size() >= kWorthAllCores)
         for (int row = 0; row < s.B * T; row++)
             std::copy_n(&values[row * C()], C(), to.row(row / T, row % T, 0, 0));
     }
@@ -414,11 +425,14 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const AttentionShape& s = p.c.shape;
     const int T = s.Tk;
     const auto largest = [&](int tensor) {  // the largest element, and the largest norm of a row
-        const std::vector<double> x(p.input(tensor).begin(), p.input(tensor).end());
-        Norms norm{.max = norms(x).max};
-        for (size_t row = 0; row < x.size(); row += s.HS)
-            norm.l2 = std::max(norm.l2, norms({x.begin() + row, x.begin() + row + s.HS}).l2);
-        return norm;
+        const std::vector<X>& x = p.input(tensor);
+        Norms largest;
+        for (size_t row = 0; row < x.size(); row += s.HS) {
+            const Norms of_row = norms(&x[row], s.HS);
+            keep_worst(largest.max, of_row.max);
+            keep_worst(largest.l2, of_row.l2);
+        }
+        return largest;
     };
     const Norms q = largest(Q);
     const Norms k = largest(K);
@@ -589,7 +603,7 @@ struct Run {
         const std::vector<A> host = download<A>(buffer, copy * size, size);
         const auto count_written = [](const auto& x) {
             ptrdiff_t count = 0;
-#pragma omp parallel for reduction(+ : count)
+#pragma omp parallel for reduction(+ : count) if (x.size() >= kWorthAllCores)
             for (size_t i = 0; i < x.size(); i++)
                 count += std::isnan(static_cast<double>(x[i])) ? 0 : 1;
             return count;

@@ -530,7 +530,9 @@ TEST(openmp_without_more_threads) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Gates of deterministic training
+// Three tests are the gates of deterministic training, which whoever changes anything passes first:
+// it repeats, it restarts, and it follows the recipe (gate_baseline_training_follows_the_recipe of
+// dev/test_recipe).
 
 TEST(gate_repeat) {
     CHECK(undisturbed() == undisturbed());
