@@ -1,4 +1,4 @@
-// Tests the collectives over NCCL, with a forked process for each GPU: values, the order of
+// Tests the collectives over NCCL, with a forked process for each rank: values, the order of
 // streams, CUDA graphs and rings. On a machine with one GPU two ranks share it. Needs NCCL.
 // dev/test_program tests a rank that dies while the others' GPUs wait for it.
 //
@@ -29,8 +29,9 @@ int gpus() {
     return count;
 }
 
-// Runs jobs of two and of four ranks, which must all end well. Each rank has a GPU, or two share
-// the only one. NCCL refuses that on one machine, so it is told that they are on two.
+// Runs a job of two ranks and, if there are four GPUs, one of four. All ranks must end well. Each
+// has a GPU, or two share the only one. NCCL refuses that on one machine, so it is told that they
+// are on two.
 void on_gpus(const Body& body) {
     if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL"))
         SKIP("built without NCCL");

@@ -288,9 +288,10 @@ TEST(shares_of_the_optimizer_are_packed) {
         }
 }
 
-// If the optimizer is sharded, a step sums gradients into a separate buffer, and the gate comes
-// after it in memory. The step must read nothing that was there before. There are so many
-// micro-batches that their losses and the norm fill a line of memory.
+// If the optimizer is sharded, a step sums gradients into a separate buffer, which comes after the
+// statistics in memory and ends with the gate. The step must read nothing that was there before.
+// The losses of all micro-batches and the norm are exactly the 64 floats that an arena aligns to.
+// So if the statistics had no room for the norm of this share, it would overwrite a gradient.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
     Ranks<Cpu> ranks;
     ranks.comm = std::make_shared<Cpu::Comm>();

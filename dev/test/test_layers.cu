@@ -765,7 +765,7 @@ TEST_OF_X(matmul_activation) {
                              {1024, 768, 3072},
                              // for matmul_sm90
                              {1, 768, 256},    // one row
-                             {129, 192, 512},  // odd numbers of rows
+                             {129, 192, 512},  // one row more than a tile
                              {1000, 768, 256},
                              {20001, 64, 256},    // one chunk of K
                              {9000, 128, 512},    // two tiles per cluster
@@ -877,7 +877,7 @@ void check_classifier(size_t N, int V, int Vp, double scale, size_t offset = 0) 
 }
 
 TEST_OF_X(classifier) {
-    const int shapes[][3] = {{1, 1, 1},       {3, 5, 7},        {3, 5, 8},  // no whole vector
+    const int shapes[][3] = {{1, 1, 1},       {3, 5, 7},        {3, 5, 8},  // bf16: no whole vector
                              {127, 263, 264}, {300, 260, 384},  {127, 257, 384},
                              {3, 384, 384},   {1000, 257, 384}, {37, 50257, 50304}};
     for (const auto& [N, V, Vp] : shapes)
@@ -1019,7 +1019,7 @@ TEST_OF_X(cross_entropy) {
                              {37, 64, 257, 384},  // tiles past Vp
                              {300, 1600, 250, 264},
                              {127, 768, 1000, 1152},
-                             {20001, 64, 600, 640},  // some tiles per cluster, and many
+                             {20001, 64, 600, 640},  // several tiles per cluster, in several bands
                              {9000, 128, 513, 768},
                              {37, 768, 50257, 50304}};  // GPT-2
     for (const auto& [N, C, V, Vp] : shapes)
