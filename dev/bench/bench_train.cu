@@ -6,8 +6,9 @@
 //   ./dev/bench_train --generation      a generated token, early and late in a text
 //   ./dev/bench_train --model d12 --shapes 64x1024 --precision bf16 --attention flash --json
 //
-// Each shape is validated first. If the loss does not start at ln V and fall over 20 steps on one
-// batch, no time is printed.
+// Each shape is validated first: if the loss does not start at ln V and fall over 20 steps on one
+// batch, no time is printed. --breakdown and --generation do not validate, and have warm-ups of
+// their own.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <list>
@@ -78,7 +79,8 @@ struct Timed : Cuda {
 };
 
 // The layer functions again for Timed, with the signatures of layers.h and attention.h. Overload
-// resolution prefers them to those for its base, Cuda.
+// resolution prefers them to those for its base, Cuda. The calls of a ring have none here and are
+// not timed, because the benchmark has one GPU.
 
 Work product(const Timed& t, const std::string& what, double N, double C, double OC,
              double more_bytes = 0) {
@@ -225,22 +227,12 @@ void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, 
     double n = 0;
     for (int i = 0; i < num_ranges; i++)
         n += ranges[i].size;
-    // In fp32, reads the gradient, m, v and the parameters, and writes the last three. Where these
-    // parameters are master weights, the model's own are written, too.
+    // The gradient, m, v and the parameters, all fp32, are read, and the last three are written.
+    // Where these parameters are master weights, the model's own, of type X, are written, too.
     const double bytes = n * (7 * sizeof(float) + (master ? t.x_bytes : 0));
     t.time({.name = "adamw", .bytes = bytes}, [&](const Cuda& dev) {
         adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper);
     });
-}
-
-// The calls of a ring are not timed, because the benchmark has one GPU.
-template <class X>
-void attention_forward(const Timed& t, Attention kind, const AttentionForward<X, float>& call) {
-    attention_forward(static_cast<const Cuda&>(t), kind, call);
-}
-template <class X>
-void attention_backward(const Timed& t, Attention kind, const AttentionBackward<X, float>& call) {
-    attention_backward(static_cast<const Cuda&>(t), kind, call);
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ inline void keep_worst(double& worst, double x) {
         worst = x;
 }
 
-// The errors of a tensor's elements. If one of them is NaN, all of these are.
+// The errors of a tensor's elements. If one of them is NaN, so are their largest and their sums.
 struct ErrorStats {
     double largest = 0;
     double sum = 0;
@@ -138,8 +138,8 @@ double allowed_operand_roundoff(const ErrorFactors& factors, int tensor, double 
 
 // bf16's lse has a rule of its own, because naive computes it from an S rounded to bf16, whereas
 // flash's never leaves fp32. The bound is 8 times the largest error of a bf16 flash kernel on
-// test_attention's accuracy cases, in units of max(1, |lse|). That error is 2.63e-7 on an H100, for
-// both kernels. ACCURACY=1 makes test_attention print each error's share of its bound.
+// test_attention's accuracy cases, in units of max(1, |lse|). That error is 2.63e-7 on an H100.
+// ACCURACY=1 makes test_attention print each error's share of its bound.
 constexpr double kBf16LseError = 2.63e-7;
 inline double bf16_lse_bound(double largest) {
     return 8 * kBf16LseError * std::max(1., largest);

@@ -33,7 +33,7 @@ inline AttentionShape scaled(float scale, AttentionShape s) {
     return s;
 }
 
-// N(0, sigma²), rounded to X.
+// N(0, sigma²), rounded to fp32 and then to X.
 template <class X>
 std::vector<double> normal(size_t n, uint64_t seed, double sigma = 1) {
     std::mt19937_64 rng(seed);
@@ -86,7 +86,7 @@ Written written_by(Way&& way, const Dev& dev, const AttentionShape& s,
     Tensor<Dev, X> dout_in(dev, dout);
     Tensor<Dev, X> out(dev, dout.size());
     Tensor<Dev, X> dqkv(dev, qkv.size());
-    Tensor<Dev, Acc<X>> lse(dev, 2 * rows);  // the second half is for the rest
+    Tensor<Dev, Acc<X>> lse(dev, 2 * rows);  // the second half: lse's rest (ring/pieces.h)
 
     const auto run = [&] {
         way.forward(out.ptr, lse.ptr, in.ptr);
@@ -231,9 +231,10 @@ struct PieceErrors {
             // A merge ends in one more rounding of lse.
             if (t == Lse)
                 more = 0x1p-25;
-            // In fp32 the unchunked backward knows that each row of P adds up to 1, and so makes up
-            // for errors of S. The backward of a piece cannot. Such an error is relative to P, and
-            // S is about as large as lse.
+            // In fp32 the unchunked backward adds up each row of P and corrects it by what is
+            // missing from 1 (flash_fp32 only where lse is large). That makes up for errors of S,
+            // too. The backward of a piece cannot, because it has only some of the keys. An error
+            // of S is a relative error of P, and S is about as large as lse.
             const ErrorStats& lse = pieces[Lse];
             if (is_gradient(t) && std::is_same_v<X, float>)
                 more = 0x1p-25 * std::sqrt(lse.reference_squares / lse.elements);

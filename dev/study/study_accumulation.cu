@@ -8,10 +8,10 @@
 //   registers              those that sums in fp16 leave free, for 3 blocks an SM,  more-warps
 //                          not 2
 //
-// Each choice is a flag of the kernel's template parameter. The kernel differs from flash_bf16
-// (sm_80+) in two points. m is the true running maximum, so P ≤ 1 holds and with it the sums'
-// bounds. Registers write out directly. Operands are fp16, because tensor cores sum no others in
-// fp16.
+// Each choice is a flag of the kernel's template parameter. Operands are fp16, because tensor cores
+// sum no others in fp16. Otherwise the kernel differs from flash_bf16 (sm_80+) in two points. m is
+// the true running maximum, so P ≤ 1 holds and with it the sums' bounds. (qk16 and exp16 together
+// round m to fp16, so there P may exceed 1 by that rounding.) Registers write out directly.
 //
 //   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh)
 //   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16 and sums in fp32
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(F))
                 // finite, because every row has met a key
                 float raised = fmaxf(reference[i][r], m * p.scale_log2);
                 // Here fp16 subtracts the reference, so it has to be one that fp16 can represent.
-                // Which one does not matter: O and l have the same factor.
+                // Any near the maximum will do: O and l have the same factor.
                 if (Qk16 && Exp16)
                     raised = __half2float(__float2half_rn(raised));
                 alpha[i][r] = exp2_approx(reference[i][r] - raised);
