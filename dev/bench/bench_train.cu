@@ -336,8 +336,8 @@ struct Trainer {
 };
 
 // A row of a call, or of all of them if `call` is null.
-Row row_of(const Cuda& dev, const char* kind, const Bench& o, const BatchShape& shape,
-           const char* call = nullptr) {
+Row row_of(const Cuda& dev, const char* kind, const char* ids, const Bench& o,
+           const BatchShape& shape, const char* call = nullptr) {
     Row row = result_row(dev, kind);
     row.add("kernel", "train_gpt2cu");
     if (call)
@@ -346,7 +346,7 @@ Row row_of(const Cuda& dev, const char* kind, const Bench& o, const BatchShape& 
     row.add("dtype", o.precision);
     row.add("B", shape.B);
     row.add("T", shape.T);
-    row.add("ids", "text-like");
+    row.add("ids", ids);
     if (!call)
         row.add("gpus", 1);
     row.add("attention", o.attention);
@@ -382,7 +382,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, const BatchSha
     std::fflush(stdout);
 
     Log log = results_log(dev, "train", o);
-    Row row = row_of(dev, "train", o, shape);
+    Row row = row_of(dev, "train", "text-like", o, shape);
     row.add("deterministic", true);
     row.add("ms", ms);
     row.add("tok_s", tok_s);
@@ -441,7 +441,7 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, const Bat
                     line.calls / kSteps, ms, 100 * ms / step_ms, tflops,
                     100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained, lost_ms);
 
-        Row row = row_of(dev, "breakdown", o, shape, name.c_str());
+        Row row = row_of(dev, "breakdown", "text-like", o, shape, name.c_str());
         row.add("calls", line.calls / kSteps);
         row.add("ms", ms);
         row.add("step_ms", step_ms);
@@ -478,7 +478,7 @@ void generation(const Cuda& dev, const Bench& o, const Config& config) {
         }
         std::printf("%-5s %-5s %-6s %8d %12.3f\n", o.model.c_str(), o.precision.c_str(),
                     o.attention.c_str(), position, best);
-        Row row = row_of(dev, "generation", o, {.B = 1, .T = config.max_T});
+        Row row = row_of(dev, "generation", "one id", o, {.B = 1, .T = config.max_T});
         row.add("position", position);
         row.add("ms", best);
         log.write(row);
