@@ -292,7 +292,7 @@ TEST(help_and_version) {
         shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1 | tr -d '\\n'").out;
     check_commands({{0, "-h", "usage: train_gpt2cu"},
                     {0, "--version", "train_gpt2cu " + newest},
-                    {2, "-h 1", "train_gpt2cu: unknown option -h"},
+                    {2, "-h 1", "train_gpt2cu: unknown option -h"},  // in llm.c, HellaSwag
                     {2, "--bat 4", "train_gpt2cu: unknown option --bat"}});
 }
 
@@ -571,8 +571,8 @@ TEST(control_characters_reach_files_and_no_terminal) {
     }
 }
 
-// The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its
-// data's vocabulary.
+// The command that data/prepare.py prints runs on a CPU too, because the default model there, tiny,
+// gets the vocabulary of the data.
 TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
     for (const auto& [token, vocabulary] : {std::pair{50255, "vocabulary 50257 (padded 50304)"},
                                             {256, "vocabulary 257 (padded 384)"}}) {

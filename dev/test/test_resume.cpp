@@ -215,8 +215,8 @@ static void check_resumes(const std::string& command, const std::string& straigh
     check_same_run(straight, out, step + 1);
 }
 
-// In the middle of the first epoch, at the last step before its end, in a later epoch, and at a
-// step with a validation and a sample.
+// From a step in the middle of the first epoch, the last one before its end, the one in which it
+// ends, one with a validation and a sample, and the last but one.
 TEST(resumes_from_any_checkpoint) {
     for (const int step : {1, 5, 6, 15, 17})
         check_resumes(asking_options() + "-n 1 ", straight_run(), step);
@@ -237,9 +237,9 @@ double activations_per_token(const std::string& options) {
 }  // namespace
 
 // Rank 0 gets the other ranks' shares of the optimizer through the memory of its activations, and
-// sends them back the same way. With one token a micro-batch that is smaller than a tensor's share,
-// which then moves in pieces. Without clipping ranks that divide the optimizer compute the same
-// bits as ranks that do not.
+// sends them back the same way. If a micro-batch is a single token, that memory is smaller than a
+// tensor's share, which then moves in pieces. Nothing is clipped, so ranks that divide the
+// optimizer compute the same bits as ranks that do not.
 TEST(shares_larger_than_the_activations_move_in_pieces) {
     for (const int ranks : {2, 4}) {
         const std::string command =
@@ -580,7 +580,7 @@ TEST(a_second_run_in_a_directory_is_refused) {
 // Each warning comes once, although there are three checkpoints.
 TEST(what_is_removed_or_replaced_during_a_run_is_named) {
     const struct {
-        const char* act;  // in the output directory, $out
+        const char* act;  // on the output directory, $out
         std::vector<std::string> named;
     } cases[] = {
         {"rm $out/run.lock", {"/run.lock: was removed"}},
