@@ -554,7 +554,8 @@ int main(int argc, char** argv) {
         no_threads = true;
         return train_main(argc - 1, argv + 1);
     }
-    // OpenMP has read its variables by now, so this program starts once more.
+    // With one thread so small a model is faster. OpenMP has read its variables by now, so this
+    // program starts once more.
     if (!std::getenv("OMP_THREAD_LIMIT")) {
         setenv("OMP_THREAD_LIMIT", "1", 1);
         execv("/proc/self/exe", argv);

@@ -65,7 +65,8 @@ int check_rendezvous(const RankInfo& self, const Fields& fields = {}, double tim
     return 0;
 }
 
-// What rank_from_environment() says with these variables alone.
+// What rank_from_environment() says with these variables, which are unset afterwards. Those of a
+// launcher that has started this test count, too.
 std::string launched_with(const std::string& environment) {
     std::istringstream words(environment);
     std::vector<std::string> variables(std::istream_iterator<std::string>(words), {});
@@ -189,7 +190,8 @@ TEST(variables_of_torchrun) {
 }
 
 // Where not all ranks are known to be on this machine, the address and the port of rank 0 must be
-// given. Where all are, both may be left out, but not only one of them.
+// given. Where all are, both may be left out, but not only one of them. If both are, the port
+// depends on the job's name and always starts with 2.
 TEST(variables_of_mpirun) {
     check_launched({
         {kMpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000",
@@ -231,9 +233,9 @@ TEST(variables_of_slurm) {
          "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1;"},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // no size, as in a batch script
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
-        // In a step of one task that has started these ranks with another launcher, which tells
-        // them neither their local rank nor how many are here. So the first is Slurm's, and the
-        // second stays 1.
+        // A launcher that a step of one task has started tells these ranks neither their local rank
+        // nor how many are here. The local rank is then Slurm's. Its number of tasks is not used,
+        // so "of 1 here" is the default.
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
          "rank 2 of 4, 2 of 1 here"},
         {rank + "SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_STEP_NUM_TASKS=5 MASTER_ADDR=n3 "
