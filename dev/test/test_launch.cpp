@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <iterator>
 #include <sstream>
+#include <utility>
 
 #include "dev/test/processes.h"
 #include "parallel/watchdog.h"
@@ -65,13 +66,16 @@ int check_rendezvous(const RankInfo& self, const Fields& fields = {}, double tim
     return 0;
 }
 
-// What rank_from_environment() says with these variables, which are unset afterwards. Those of a
-// launcher that has started this test count, too.
+// What rank_from_environment() says with these variables alone, whatever has started this test.
 std::string launched_with(const std::string& environment) {
     std::istringstream words(environment);
     std::vector<std::string> variables(std::istream_iterator<std::string>(words), {});
+    std::vector<char*> alone;
     for (std::string& v : variables)
-        putenv(v.data());
+        alone.push_back(v.data());
+    alone.push_back(nullptr);
+
+    char** const inherited = std::exchange(environ, alone.data());
     std::string got;
     try {
         const RankInfo self = rank_from_environment();
@@ -81,8 +85,7 @@ std::string launched_with(const std::string& environment) {
     } catch (const UsageError& e) {
         got = e.what();
     }
-    for (const std::string& v : variables)
-        unsetenv(v.substr(0, v.find('=')).c_str());
+    environ = inherited;
     return got;
 }
 
