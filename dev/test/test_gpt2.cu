@@ -271,7 +271,7 @@ TEST(shares_divide_the_parameters) {
 }
 
 // A share's m and v have no gap between them, although their sizes need not be multiples of the 64
-// floats that an arena aligns to. for_each_part() counts on that.
+// floats that an arena aligns to. optimizer_state::exchange() counts on that.
 TEST(shares_of_the_optimizer_are_packed) {
     for (const char* name : {"tiny", "d12", "d36", "d48"})
         for (int ranks : {1, 2, 4, 8}) {

@@ -345,12 +345,13 @@ TEST_OF_X(encoder) {
         different[i] = (i * 1021) % 4096;
     check_encoder<X>(16, 256, 64, 4096, different);
 
-    // a whole chunk and a single position per token, which makes the most partial rows possible
-    const int positions = kEncoderChunk + 1;
-    std::vector<int> pairs(positions * 64);
-    for (int i = 0; i < positions * 64; i++)
+    // every token has a whole chunk and one of a single row, which makes the most partial sums
+    // possible
+    const int each = kEncoderChunk + 1;
+    std::vector<int> pairs(each * 64);
+    for (int i = 0; i < each * 64; i++)
         pairs[i] = i % 64;
-    check_encoder<X>(positions, 64, 64, 64, pairs);
+    check_encoder<X>(each, 64, 64, 64, pairs);
 
     // a rank's two chunks of a sequence
     const Positions two_chunks = {.chunk = 33, .early = 33, .late = 7 * 33};
@@ -1388,7 +1389,7 @@ TEST(adamw_bias_correction) {
     }
 }
 
-// With lr = 0 the master stays and only the rounding acts. The mean over n draws is the master,
+// With lr = 0 the master stays and only the rounding acts. The mean of the draws is the master,
 // within 4 sigma.
 TEST(adamw_stochastic_rounding) {
     const size_t n = 1 << 20;

@@ -556,7 +556,7 @@ TEST(attention_rest_of_lse) {
     }
 }
 
-// Scores of up to ±1e5, at which exp overflows unless the maximum is subtracted.
+// Scores beyond ±1e5, at which exp overflows unless the maximum is subtracted.
 TEST(attention_large_scores) {
     for (float scale : {1.f, 1e4f}) {
         Layer<float> l =
@@ -650,7 +650,8 @@ TEST(adamw_without_a_finite_norm) {
 }
 
 // One element with a gradient of 1 and with a β near 1, first as β1 and then as β2. With powers in
-// fp32, 1 − β² would be off by 5e-6 and 1 − β³ by 1e-5, which is more than the check of β1 allows.
+// fp32, 1 − β² would be off by 5e-6 of itself and 1 − β³ by 1e-5, which is more than either check
+// allows.
 TEST(bias_correction_is_fp64) {
     const float one = 1;
     const float near_one = 0.99999f;
