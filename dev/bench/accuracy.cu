@@ -103,7 +103,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
         const double relative =
             allowed_operand_roundoff<X>(factors, tensor, naive.max(tensor), largest);
         const double max = factors.max_factor * naive.max(tensor) + tiny + relative * largest;
-        const bool l2_is_luck = s.Tq <= 2;
+        const bool l2_is_luck = s.Tq <= 2;  // naive's, because a row has only one or two keys
         ok = e.max(tensor) <= max && (l2_is_luck || ratio_l2 <= factors.l2_factor);
     }
     const bool within_bounds = !has_bound || ok;

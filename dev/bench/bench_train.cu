@@ -24,8 +24,8 @@ namespace {
 // --breakdown runs the same model over a backend that is Cuda with a stopwatch around every layer
 // call
 
-// What a call does: its FLOPs, and the least bytes that it must move, with every tensor read or
-// written once.
+// What a call does: its FLOPs, and the least bytes that it must move, with every large tensor read
+// or written once, unless a comment says otherwise.
 struct Work {
     std::string name;
     double flops = 0;
@@ -92,6 +92,7 @@ Work product(const Timed& t, const std::string& what, double N, double C, double
 template <class X>
 void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B,
                      int T, int C, const Positions& positions = {}) {
+    // the tokens' rows of wte, and out
     t.time({.name = "encoder forward", .bytes = 2 * t.x_bytes * B * T * C}, [&](const Cuda& dev) {
         encoder_forward(dev, out, tokens, wte, wpe, B, T, C, positions);
     });
@@ -99,6 +100,7 @@ void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, co
 template <class X>
 void encoder_backward(const Timed& t, float* dwte, float* dwpe, void* scratch, const X* dout,
                       const int* plan, int B, int T, int C, const Positions& positions = {}) {
+    // dout twice, for wte and for wpe (layers/encoder.cu); the gradients are not counted
     t.time({.name = "encoder backward", .bytes = 2 * t.x_bytes * B * T * C}, [&](const Cuda& dev) {
         encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C, positions);
     });

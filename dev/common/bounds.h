@@ -4,6 +4,8 @@
 //   max|kernel − ref64| ≤ max_factor·max|naive − ref64| + tiny
 //   ‖kernel − ref64‖    ≤ l2_factor·‖naive − ref64‖
 //
+// Where naive is exact, flash_fp16x3 may add operand_roundoff. bf16's lse has a rule of its own.
+//
 // naive runs in the same precision (fp32 without TF32) on the same inputs, which are rounded to X
 // first. So the rule asks for no more accuracy than the type has and, unlike an absolute tolerance,
 // adapts to shapes and inputs.

@@ -226,7 +226,9 @@ struct PieceErrors {
                                      pieces[Dv].reference_squares;
             return 1e-13 * std::sqrt(is_gradient(t) ? gradients : pieces[t].reference_squares);
         }
-        double more = 0;  // relative to the tensor's norm
+        // Relative to the tensor's norm. A rounding to fp32 changes an element by at most 2⁻²⁴ of
+        // it, but in L2 by about 2⁻²⁵.
+        double more = 0;
         if (!std::is_same_v<Dev, Cpu>) {
             // A merge ends in one more rounding of lse.
             if (t == Lse)

@@ -10,8 +10,9 @@
 //
 // Each choice is a flag of the kernel's template parameter. Operands are fp16, because tensor cores
 // sum no others in fp16. Otherwise the kernel differs from flash_bf16 (sm_80+) in two points. m is
-// the true running maximum, so P ≤ 1 holds and with it the sums' bounds. (qk16 and exp16 together
-// round m to fp16, so there P may exceed 1 by that rounding.) Registers write out directly.
+// the true running maximum, so P ≤ 1. (flash_bf16's m may lag behind it, so that P can be 2⁸, and
+// sums in fp16 would overflow that much sooner. qk16 and exp16 together round m to fp16, so there P
+// may exceed 1 by that rounding.) Registers write out directly.
 //
 //   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh)
 //   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16 and sums in fp32
@@ -218,7 +219,9 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(F))
                     largest = __hmax2(largest, s[i][n][r]);
                 const float m = quad_max(fmaxf(as<Float2>(largest).x, as<Float2>(largest).y));
 
-                // finite, because every row has met a key
+                // Finite unless S overflows, because every row sees the tile's first key: a tile
+                // that starts after first_q, a multiple of 32, starts after last_q, too, and is
+                // skipped.
                 float raised = fmaxf(reference[i][r], m * p.scale_log2);
                 // Here fp16 subtracts the reference, so it has to be one that fp16 can represent.
                 // Any near the maximum will do: O and l have the same factor.

@@ -6,7 +6,8 @@
 // over a library's attention does.
 //
 // N ranks may have 1.02 times the mean error of one rank, and 1.1 times its largest error. If ours
-// have more, the exit code is 1, and dev/test_attention would fail.
+// have more, the exit code is 1. dev/test_attention checks the same for shorter sequences and fewer
+// ranks.
 //
 // Run: ./dev/study_ring --help
 #include <cstdio>
