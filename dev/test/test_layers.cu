@@ -137,7 +137,7 @@ struct Ints {
 
 // Starts as NaN. The reference does not use it.
 struct Scratch : LateMemory {
-    explicit Scratch(size_t bytes) : LateMemory(gpu(), bytes + sizeof(float)) {}
+    explicit Scratch(size_t bytes) : LateMemory(gpu(), bytes) {}
 };
 
 // A backend on which a call runs. on(x) is what the layer gets for the tensor x. on.late_device()
