@@ -530,12 +530,13 @@ std::string on_a_terminal(const std::string& command) {
     const int screen = posix_openpt(O_RDWR | O_NOCTTY);
     if (screen < 0 || grantpt(screen) || unlockpt(screen))
         SKIP("no terminal here");
+    // Once nobody has the terminal open, a read fails instead of waiting for more. On some older
+    // kernels it fails before all has been read. So this holds the terminal open until the first
+    // read, which gets the few lines that a command prints. After that a failure is the end.
     const std::string terminal = ptsname(screen);
-    const int held =
-        open(terminal.c_str(), O_RDWR | O_NOCTTY);  // or else it closes with the program
+    const int held = open(terminal.c_str(), O_RDWR | O_NOCTTY);
     CHECK_RUN(shell(command + " 2>/dev/null >" + terminal), 0, "");
 
-    // a first read while the terminal is open, then the rest
     std::string seen(1 << 16, '\0');
     ssize_t n = ::read(screen, seen.data(), seen.size());
     seen.resize(std::max<ssize_t>(0, n));
