@@ -7,7 +7,7 @@
 #
 # With 16 cores or more, what uses no GPU runs in the background: programs in Python, programs
 # without a .cu file, and the compilation. So does test_attention, which takes longest. test_program
-# trains on all GPUs, so it runs before any other program that uses one.
+# trains on several GPUs, so it runs before any other program that uses one.
 archs=$1
 shift
 limit=${TEST_LIMIT:-1200}
