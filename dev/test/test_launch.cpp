@@ -236,9 +236,9 @@ TEST(variables_of_slurm) {
          "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1;"},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // no size, as in a batch script
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
-        // A launcher that a step of one task has started tells these ranks neither their local rank
-        // nor how many are here. The local rank is then Slurm's. Its number of tasks is not used,
-        // so "of 1 here" is the default.
+        // PMI's variables outrank Slurm's: there are 4 ranks, although the step has 1 task. Where
+        // PMI does not say which local rank this is, Slurm does. But if PMI does not say how many
+        // ranks are here, 1 is the default, and Slurm's 3 tasks per node do not count.
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
          "rank 2 of 4, 2 of 1 here"},
         {rank + "SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_STEP_NUM_TASKS=5 MASTER_ADDR=n3 "
