@@ -54,8 +54,8 @@ struct Processes {
         std::fclose(output);
     }
 
-    // The process exits with the body's result, with 1 and a message if the body throws, or with 99
-    // after failed checks. After two minutes it is killed.
+    // The process exits with the body's result, with 1 (after a UsageError 2) and a message if the
+    // body throws, or with 99 after failed checks. After two minutes it is killed.
     void start(const std::function<int()>& body) {
         std::fflush(stdout);
         const pid_t pid = fork();

@@ -100,8 +100,8 @@ struct Search {
 
 }  // namespace
 
-// Every form of the notation. Each text comes as often as its choices say, and three probabilities
-// are calculated by hand.
+// All of the notation but comments and {x:table.column}, which data/stories.txt has. Each text
+// comes as often as its choices say, and three probabilities are calculated by hand.
 TEST(notation_and_probabilities) {
     const std::string source = R"(
 @rule story
