@@ -393,8 +393,8 @@ TEST(defaults_of_steps) {
 }
 
 // A number is accepted up to both ends of its option's range and refused beyond them. The ranges
-// that matter to a run are repeated here: a decay of 1 would divide by zero, and 0 samples or 0
-// seconds make no run.
+// that matter to a run are repeated here: with a beta2 of 1 AdamW would divide by zero, and 0
+// samples or 0 seconds make no run.
 TEST(numbers_end_where_their_ranges_do) {
     const auto accepts = [](const Option& option, const std::string& value) {
         try {

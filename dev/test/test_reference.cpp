@@ -556,7 +556,8 @@ TEST(attention_rest_of_lse) {
     }
 }
 
-// Scores beyond ±1e5, at which exp overflows unless the maximum is subtracted.
+// With the larger scale, scores lie beyond ±1e5, where exp overflows unless the maximum is
+// subtracted. With the other they are ordinary, up to about ±30.
 TEST(attention_large_scores) {
     for (float scale : {1.f, 1e4f}) {
         Layer<float> l =
