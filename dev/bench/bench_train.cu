@@ -133,6 +133,7 @@ void matmul_activation_forward(const Timed& t, X* out, X* pre, const X* inp, con
 template <class X>
 void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqkv,
                        const float* dprojb, const X* projw, size_t N, int C) {
+    // of dqkv only dq, and projw: v's part is a product with it, and k's is zero (layers.h)
     const double bytes = t.x_bytes * (double(N) * C + double(C) * C);
     t.time({.name = "bias gradients of q, k, v", .bytes = bytes}, [&](const Cuda& dev) {
         qkv_bias_backward(dev, dqkvb, scratch, dqkv, dprojb, projw, N, C);

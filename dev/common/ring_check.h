@@ -229,8 +229,10 @@ struct PieceErrors {
         // Relative to the tensor's norm. A rounding to fp32 changes an element by at most 2⁻²⁴ of
         // it, but in L2 by about 2⁻²⁵.
         double more = 0;
+        // The CPU needs no more: it has no bf16, and its unchunked backward corrects nothing.
         if (!std::is_same_v<Dev, Cpu>) {
-            // A merge ends in one more rounding of lse.
+            // In bf16 the pieces' lse have no rest, so a merge adds one more rounding of lse. In
+            // fp32 they have one (ring/pieces.h), and the same room.
             if (t == Lse)
                 more = 0x1p-25;
             // In fp32 the unchunked backward adds up each row of P and corrects it by what is

@@ -4,8 +4,9 @@
 // failed check and each test, and ends with "N passed, N failed, N skipped". The exit code is 1 if
 // anything failed or no test has such a name.
 //
-// A test that takes longer than its limit is reported as failed and ends the program. TEST_LIMIT
-// sets the limit, and TEST_PATIENCE=3 in the environment makes it three times as long.
+// A test that takes longer than its limit is reported as failed and ends the program.
+// TEST_LIMIT(seconds) in the program sets the limit, and TEST_PATIENCE=3 in the environment makes
+// it three times as long. (run_tests.sh has a variable TEST_LIMIT, the limit of a whole program.)
 #pragma once
 #include <signal.h>
 #include <sys/time.h>

@@ -117,7 +117,8 @@ class ThreadCommOn {
         at_join([=, this] { get(from, x, bytes); });
     }
 
-    // For host memory. Returns when `all` is complete, as NcclComm's does.
+    // For host memory. Returns when `all` is complete, as NcclComm's does. As on NCCL's stream, the
+    // calls since fork() come first, so they do not wait until join().
     void host_all_gather(void* all, size_t bytes) {
         finish_calls();
         char* const x = static_cast<char*>(all);

@@ -15,7 +15,8 @@
 // may exceed 1 by that rounding.) Registers write out directly.
 //
 //   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh)
-//   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16 and sums in fp32
+//   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16, products summed in
+//              fp32 and the softmax's l in fp64
 //   inputs     N(0,1), q five times as large, q and k 8 and 64 times, v N(0.5,1) times 1000, and
 //              all of mean 0.5
 //   figures    of out: largest error, relative L2 error, signal-to-noise ratio, the multiple of
