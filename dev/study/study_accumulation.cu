@@ -9,10 +9,13 @@
 //                          not 2
 //
 // Each choice is a flag of the kernel's template parameter. Operands are fp16, because tensor cores
-// sum no others in fp16. Otherwise the kernel differs from flash_bf16 (sm_80+) in two points. m is
-// the true running maximum, so P ≤ 1. (flash_bf16's m may lag behind it, so that P can be 2⁸, and
-// sums in fp16 would overflow that much sooner. qk16 and exp16 together round m to fp16, so there P
-// may exceed 1 by that rounding.) Registers write out directly.
+// sum no others in fp16. Otherwise the kernel differs from flash_bf16 (sm_80+) in three points:
+//
+//   m    is the true running maximum, so P ≤ 1. (flash_bf16's m may lag behind it, so that P can be
+//        2⁸, and sums in fp16 would overflow that much sooner. qk16 and exp16 together round m to
+//        fp16, so there P may exceed 1 by that rounding.)
+//   l    is in fp32, but a lane first sums its P over the tile in P's type: in fp16 with exp16
+//   out  goes from registers straight to memory, not by way of shared memory
 //
 //   oracle     the formula in fp64 on the GPU (dev/common/oracle.cuh)
 //   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16, products summed in
