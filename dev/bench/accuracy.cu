@@ -11,8 +11,8 @@
 //              signal-to-noise ratio 20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's
 //              largest and L2 error, which dev/common/bounds.h bounds
 //
-// naive always runs. Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its
-// bound or NaN.
+// naive always runs. Outputs and scratch start as NaN. The exit code is 1 if an error of a flash
+// kernel is beyond its bound or NaN.
 //
 // Run: ./dev/accuracy --help
 #include <list>

@@ -21,8 +21,8 @@
 namespace {
 
 // -------------------------------------------------------------------------------------------------
-// --breakdown runs the same model over a backend that is Cuda with a stopwatch around every layer
-// call
+// --breakdown runs the same model over a backend that is Cuda with a stopwatch around the layer
+// calls
 
 // What a call does: its FLOPs, and the least bytes that it must move, with every large tensor read
 // or written once, unless a comment says otherwise.
@@ -79,8 +79,9 @@ struct Timed : Cuda {
 };
 
 // The layer functions again for Timed, with the signatures of layers.h and attention.h. Overload
-// resolution prefers them to those for its base, Cuda. The calls of a ring have none here and are
-// not timed, because the benchmark has one GPU.
+// resolution prefers them to those for its base, Cuda. Calls of a step that have none here are not
+// timed: those of a ring, because the benchmark has one GPU, and reduce_sum(), which only adds up
+// losses.
 
 Work product(const Timed& t, const std::string& what, double N, double C, double OC,
              double more_bytes = 0) {
