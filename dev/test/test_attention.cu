@@ -180,8 +180,8 @@ static Norms norms(const std::vector<double>& x) {
     return norms(x.data(), x.size());
 }
 
-// Copies of fewer elements are left to one thread: it is done before all cores are awake. (nvcc sees
-// no use in a pragma.)
+// Copies of fewer elements are left to one thread: it is done before all cores are awake. (nvcc
+// sees no use in a pragma.)
 [[maybe_unused]] constexpr size_t kWorthAllCores = 1 << 20;
 
 // How tensors are laid out in memory: qkv and dqkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS),
