@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "data/corpus.h"
+#include "data/tokenizer.h"
 #include "dev/common/test.h"
 #include "run/choices.h"
 #include "run/settings.h"
@@ -254,6 +255,29 @@ inline std::string write_shard(const std::string& path, const std::vector<int>& 
         stored.push_back(static_cast<uint16_t>(token == 256 ? 50256 : token));
     write_file(path,
                header_of({20240520, 1, static_cast<int32_t>(tokens.size())}) + bytes_of(stored));
+    return path;
+}
+
+// llm.c's tokenizer file. The last piece is <|endoftext|>.
+inline std::string tokenizer_file(int version, const std::vector<std::string>& pieces) {
+    const int count = static_cast<int>(pieces.size());
+    std::string bytes = header_of({20240328, version, count, version == 2 ? count - 1 : 0});
+    for (const std::string& piece : pieces)
+        bytes += static_cast<char>(piece.size()) + piece;
+    return bytes;
+}
+
+// Writes a tokenizer of all single bytes and then these tokens, as GPT-2 numbers them. A token's id
+// is the rank of the merge that makes it.
+inline std::string write_pairs(const std::string& path, const std::vector<std::string>& merges) {
+    std::vector<std::string> pieces(256);
+    for (int byte = 0; byte < 256; byte++) {
+        const std::string one(1, static_cast<char>(byte));
+        pieces[encode_bytes(one)[0]] = one;
+    }
+    pieces.insert(pieces.end(), merges.begin(), merges.end());
+    pieces.push_back("<|endoftext|>");
+    write_file(path, tokenizer_file(2, pieces));
     return path;
 }
 

@@ -515,14 +515,6 @@ TEST(tokenizer_bytes) {
     CHECK(tokenizer.decode(50256) == "<|endoftext|>");
 }
 
-static std::string tokenizer_file(int version, const Strings& pieces) {
-    const int count = static_cast<int>(pieces.size());
-    std::string bytes = header_of({20240328, version, count, version == 2 ? count - 1 : 0});
-    for (const std::string& piece : pieces)
-        bytes += static_cast<char>(piece.size()) + piece;
-    return bytes;
-}
-
 static GoodFile good_tokenizer() {
     return {.write =
                 [](const std::string& path) {
@@ -571,19 +563,8 @@ TEST(tokenizers_have_at_most_65536_tokens) {
     CHECK_ERROR(Tokenizer(path).decode(0), path + ": number of tokens at offset 8");
 }
 
-// All single bytes and then these tokens, as GPT-2 numbers them. A token's id is the rank of the
-// merge that makes it.
-static std::string write_pairs(const Strings& merges) {
-    Strings pieces(256);
-    for (int byte = 0; byte < 256; byte++) {
-        const std::string one(1, static_cast<char>(byte));
-        pieces[encode_bytes(one)[0]] = one;
-    }
-    pieces.insert(pieces.end(), merges.begin(), merges.end());
-    pieces.push_back("<|endoftext|>");
-    const std::string path = folder() + "/pairs.bin";
-    write_file(path, tokenizer_file(2, pieces));
-    return path;
+static std::string pairs_file(const Strings& merges) {
+    return write_pairs(folder() + "/pairs.bin", merges);
 }
 
 // A text's tokens, each after a bar.
@@ -607,7 +588,7 @@ static const Strings kMerges = {"bc",   "ab", "cd", "abcd", "aa",   "n'", "'t", 
 
 // dev/test/test_prepare.py compares with tiktoken.
 TEST(tokenizer_encodes_pairs) {
-    const Tokenizer tokenizer(write_pairs(kMerges));
+    const Tokenizer tokenizer(pairs_file(kMerges));
     const std::pair<const char*, const char*> cases[] = {
         {"abc", "|a|bc"},       // the merge that was learnt first, not the first in the text
         {"abcd", "|abcd"},      // a word that is a token is that token, even if no merges make it
@@ -629,14 +610,14 @@ TEST(tokenizer_encodes_pairs) {
 }
 
 TEST(tokenizer_encodes_long_words) {
-    const Tokenizer tokenizer(write_pairs(kMerges));
+    const Tokenizer tokenizer(pairs_file(kMerges));
     for (const char c : {'a', '\n'})  // in square time this would take minutes
         CHECK(tokenizer.encode(std::string(400000, c), 50257, "").size() == 200000);
 }
 
 // A lone continuation, overlong, cut, a surrogate, past U+10FFFF, never a lead byte.
 TEST(tokenizer_refuses_what_is_not_utf8) {
-    const Tokenizer tokenizer(write_pairs(kMerges));
+    const Tokenizer tokenizer(pairs_file(kMerges));
     for (const std::string bad :
          {"\x80", "\xC1\xBF", "\xC3!", "\xE0\x9F\xBF", "\xE2\x82", "\xED\xA0\x80",
           "\xF0\x8F\xBF\xBF", "\xF0\x9F\x99", "\xF4\x90\x80\x80", "\xF8\x88\x80\x80\x80", "\xFF"})
@@ -667,7 +648,7 @@ TEST(tokenizer_cuts_contractions) {
         merges.push_back("'" + ending);
         merges.push_back(" '" + ending);
     }
-    const Tokenizer tokenizer(write_pairs(merges));
+    const Tokenizer tokenizer(pairs_file(merges));
     const auto check = [&](const std::string& text, const std::string& expected) {
         check_pieces(tokenizer, text, expected);
     };
@@ -813,7 +794,7 @@ std::vector<Data> all_data() {
 
     const std::string book = folder() + "/book.txt";
     write_file(book, "It rained. It rained on.\n\nIt");
-    const Tokenizer pairs(write_pairs({"It", " r", "ai", " rai", "ne"}));
+    const Tokenizer pairs(pairs_file({"It", " r", "ai", " rai", "ne"}));
     const Tokens in_pairs = with_end_before(pairs.encode(read_file(book), 50257, ""));
 
     const Tokens documents = {50256, 1, 2, 255, 50256, 3, 4, 50256, 9};
@@ -1124,13 +1105,13 @@ TEST(loader_reads_documents) {
 
     // an offset counts from the beginning of the file
     write_file(path, "a" + kEnd + "b\xFF");
-    CHECK_ERROR(TestLoader(path, {}, Tokenizer(write_pairs({"ab"}))),
+    CHECK_ERROR(TestLoader(path, {}, Tokenizer(pairs_file({"ab"}))),
                 path + ": invalid UTF-8 at offset 15");
 }
 
 TEST(prompts_may_have_ends_of_texts) {
     const Tokenizer bytes;
-    const Tokenizer pairs(write_pairs({"ab"}));
+    const Tokenizer pairs(pairs_file({"ab"}));
     CHECK((bytes.encode_prompt("a\n" + kEnd + "b" + kEnd, 50257, "") ==
            Tokens{64, 198, 50256, 65, 50256}));
     CHECK((bytes.encode_prompt(kEnd + "a", kByteVocab, "") == Tokens{256, 64}));
@@ -1204,7 +1185,7 @@ TEST(loader_identity) {
 TEST(loader_identity_of_a_text) {
     const std::string text = folder() + "/text";
     write_file(text, "ab ab");
-    const Tokenizer pairs(write_pairs({"ab"}));
+    const Tokenizer pairs(pairs_file({"ab"}));
     CHECK(TestLoader(text, {}, pairs).identity() != TestLoader(text, {}).identity());
 }
 

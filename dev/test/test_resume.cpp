@@ -938,6 +938,17 @@ TEST(an_error_of_any_rank_ends_all) {
     }
 }
 
+// In the first validation one rank cannot read its windows, whichever rank it is.
+TEST(an_error_of_any_rank_that_validates_ends_all) {
+    for (const int rank : {0, 1, 2}) {
+        std::vector<int> tokens = make_tokens(9 * T + 1, 1);
+        tokens[(3 + rank) * T + 5] = 9999;
+        const std::string val = write_shard(dir() + format("/bad_val_%d.bin", rank), tokens);
+        const std::string command = options() + "-v 3 -m -1 -s 0 -b 1 -d 48 --gpus 3 --timeout 20 ";
+        CHECK_RUN(run(command + "-j " + val), 1, val + ": token at offset");
+    }
+}
+
 namespace {
 
 // A run that cannot write its checkpoint in the middle ends as soon as that is known, and not at
