@@ -45,6 +45,7 @@ struct Plan {
     std::string operation = "";  // only operations of this name are counted. "" counts all
     int fault_at = -1;
     Fault fault = kNone;
+    double seconds = 0;  // every one that is counted takes so much longer
 };
 Plan plan;  // of this process. The test itself watches nothing
 
@@ -148,6 +149,7 @@ Value operation(const char* name, const std::string& path, const std::function<V
 
     const int n = counted->operations++;
     counted->names[std::min(n, 999)] = name;
+    sleep_for(plan.seconds);
 
     const Fault due = n == plan.fault_at ? plan.fault : kNone;
     if (due == kDiesBefore)
@@ -459,6 +461,16 @@ TEST(a_log_that_cannot_be_synced_ends_the_run) {
         CHECK(newest_model(out) >= std::min(2 * checkpoint, kSteps));
         CHECK(rows(out, "train").size() == size_t(newest_model(out)));
     }
+}
+
+// All ranks wait for the disk of rank 0, longer than --timeout.
+TEST(a_slow_disk_is_no_hang) {
+    const std::string out = dir() + "/slow_disk";
+    const Plan slow_disk = {.watched = out + "/state_", .operation = "fsync", .seconds = 5};
+    has_watchdog = true;
+    CHECK_RUN(train(options(out) + "--timeout 3 -n 0 ", 2, slow_disk), 0, "checkpoint");
+    has_watchdog = false;
+    CHECK(content(out) == undisturbed("", 2));
 }
 
 // -------------------------------------------------------------------------------------------------
