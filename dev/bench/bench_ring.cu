@@ -3,8 +3,9 @@
 //
 //   single        the time of one GPU's kernel for all tokens, divided by N. A ring without any
 //                 overhead would take this long
-//   ring          the slowest rank's time. In the cool one all ranks start together, because each
-//                 timed run begins with a collective. Its own time is measured and subtracted
+//   ring          the slowest rank's time. For the cool figure each timed run begins with a
+//                 collective, so that all ranks start together. The collective's own time is
+//                 measured and subtracted
 //   compute only  the same calls without communication. Compared with single it shows the cost of
 //                 cutting the sequence, and compared with ring the transfers that compute does not
 //                 hide

@@ -534,7 +534,7 @@ int main(int argc, char** argv) {
         {"--attention", "", Option::Choice, &o.attention, "attention kernel", attention_names()},
         {"--recompute", "-r", Option::Int, &o.recompute,
          "recompute activations in the backward pass, as ./train_gpt2cu -r does", "0..2"},
-        {"--breakdown", "", Option::Flag, &o.breakdown, "instead time each call of a step"},
+        {"--breakdown", "", Option::Flag, &o.breakdown, "instead time the layer calls of a step"},
         {"--generation", "", Option::Flag, &o.generation,
          "instead time generated tokens, early and late in a text"},
     };

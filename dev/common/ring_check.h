@@ -232,7 +232,7 @@ struct PieceErrors {
         // The CPU needs no more: it has no bf16, and its unchunked backward corrects nothing.
         if (!std::is_same_v<Dev, Cpu>) {
             // In bf16 the pieces' lse have no rest, so a merge adds one more rounding of lse. In
-            // fp32 they have one (ring/pieces.h), and the same room.
+            // fp32 they have one (ring/pieces.h), and get the same room.
             if (t == Lse)
                 more = 0x1p-25;
             // In fp32 the unchunked backward adds up each row of P and corrects it by what is

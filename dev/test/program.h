@@ -269,7 +269,8 @@ inline std::string tokenizer_file(int version, const std::vector<std::string>& p
 
 // Writes a tokenizer of all single bytes and then these tokens, as GPT-2 numbers them. A token's id
 // is the rank of the merge that makes it.
-inline std::string write_pairs(const std::string& path, const std::vector<std::string>& merges) {
+inline std::string write_tokenizer(const std::string& path,
+                                   const std::vector<std::string>& merges) {
     std::vector<std::string> pieces(256);
     for (int byte = 0; byte < 256; byte++) {
         const std::string one(1, static_cast<char>(byte));

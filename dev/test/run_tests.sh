@@ -66,7 +66,7 @@ report() {
     set -- $(tail -n 1 "$log" |
         sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
     if [ $# -ne 3 ] || { [ "$code" -ne 0 ] && [ "$2" -eq 0 ]; }; then
-        echo "$program exited with code $code, and its last line does not say why"
+        echo "$program exited with code $code, which does not fit its last line"
         set -- 0 1 0
     fi
     passed=$((passed + $1))

@@ -427,13 +427,13 @@ std::array<double, kTensors> tiny_errors(const Problem<X>& p) {
     const int T = s.Tk;
     const auto largest = [&](int tensor) {  // the largest element, and the largest norm of a row
         const std::vector<X>& x = p.input(tensor);
-        Norms largest;
+        Norms norm;
         for (size_t row = 0; row < x.size(); row += s.HS) {
             const Norms of_row = norms(&x[row], s.HS);
-            keep_worst(largest.max, of_row.max);
-            keep_worst(largest.l2, of_row.l2);
+            keep_worst(norm.max, of_row.max);
+            keep_worst(norm.l2, of_row.l2);
         }
-        return largest;
+        return norm;
     };
     const Norms q = largest(Q);
     const Norms k = largest(K);

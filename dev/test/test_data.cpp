@@ -564,7 +564,7 @@ TEST(tokenizers_have_at_most_65536_tokens) {
 }
 
 static std::string pairs_file(const Strings& merges) {
-    return write_pairs(folder() + "/pairs.bin", merges);
+    return write_tokenizer(folder() + "/pairs.bin", merges);
 }
 
 // A text's tokens, each after a bar.

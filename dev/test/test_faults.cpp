@@ -2,8 +2,10 @@
 // does, for every operation in turn. A run that is resumed after it must write the same bytes as
 // one that nothing disturbed.
 //
-// Two gates of deterministic training are here too: a run repeats itself, and it restarts and
-// replays. The third, the baseline, is in dev/test_recipe. This file includes the program itself.
+// Two of the three gates of deterministic training are here, too, which whoever changes training
+// passes first: a run repeats itself, and it restarts and replays. The third,
+// gate_baseline_training_follows_the_recipe, is in dev/test_recipe. This file includes the program
+// itself.
 #include <dlfcn.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -45,7 +47,7 @@ struct Plan {
     std::string operation = "";  // only operations of this name are counted. "" counts all
     int fault_at = -1;
     Fault fault = kNone;
-    double seconds = 0;  // every one that is counted takes so much longer
+    double seconds = 0;  // that each counted operation takes longer
 };
 Plan plan;  // of this process. The test itself watches nothing
 
@@ -448,8 +450,8 @@ TEST(a_failing_log_costs_no_step) {
     }
 }
 
-// A log that cannot be synced ends the run, but keeps no checkpoint from being written. There are
-// three, each with a sync before it.
+// A log that cannot be synced ends the run, but keeps no checkpoint from being written. An
+// undisturbed run has three, each with a sync before it.
 TEST(a_log_that_cannot_be_synced_ends_the_run) {
     for (const int checkpoint : {1, 2, 3}) {
         const std::string out = dir() + format("/unsynced_log_%d", checkpoint);
@@ -457,19 +459,22 @@ TEST(a_log_that_cannot_be_synced_ends_the_run) {
                                 .operation = "fsync",
                                 .fault_at = checkpoint - 1,
                                 .fault = kNoSpace};
-        CHECK_RUN(train(options(out), 1, full_disk), 1, out + "/log.jsonl: cannot sync");
+        const Result r = train(options(out), 1, full_disk);
+        CHECK_RUN(r, 1, out + "/log.jsonl: cannot sync");
+        CHECK(count_of(r.out, "\ncheckpoint ") == counted->operations);  // one for each sync
         CHECK(newest_model(out) >= std::min(2 * checkpoint, kSteps));
         CHECK(rows(out, "train").size() == size_t(newest_model(out)));
     }
 }
 
-// All ranks wait for the disk of rank 0, longer than --timeout.
+// All ranks wait longer than --timeout for the disk of rank 0.
 TEST(a_slow_disk_is_no_hang) {
     const std::string out = dir() + "/slow_disk";
     const Plan slow_disk = {.watched = out + "/state_", .operation = "fsync", .seconds = 5};
     has_watchdog = true;
     CHECK_RUN(train(options(out) + "--timeout 3 -n 0 ", 2, slow_disk), 0, "checkpoint");
     has_watchdog = false;
+    CHECK(counted->operations == 1);
     CHECK(content(out) == undisturbed("", 2));
 }
 
@@ -549,9 +554,7 @@ TEST(openmp_without_more_threads) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Three tests are the gates of deterministic training, which whoever changes anything passes first:
-// it repeats, it restarts, and it follows the recipe (gate_baseline_training_follows_the_recipe of
-// dev/test_recipe).
+// Gates of deterministic training
 
 TEST(gate_repeat) {
     CHECK(undisturbed() == undisturbed());
@@ -573,8 +576,8 @@ int main(int argc, char** argv) {
         no_threads = true;
         return train_main(argc - 1, argv + 1);
     }
-    // With one thread so small a model is faster. OpenMP has read its variables by now, so this
-    // program starts once more.
+    // A model as small as this is faster with one thread. OpenMP has read its variables by now, so
+    // this program starts once more.
     if (!std::getenv("OMP_THREAD_LIMIT")) {
         setenv("OMP_THREAD_LIMIT", "1", 1);
         execv("/proc/self/exe", argv);

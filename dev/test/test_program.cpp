@@ -585,29 +585,24 @@ TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
     CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
 }
 
-// A text that is evaluated is encoded as one that is trained on.
+// --eval-only encodes a text with --tokenizer, after an <|endoftext|>.
 TEST(evaluation_encodes_text_with_the_tokenizer) {
-    const std::string data = write_shard(dir() + "/shard.bin", std::vector<int>(99, 50255));
-    const std::string out = dir() + "/gpt2_vocabulary";
-    CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 0 -v 0 -i " + data + " -o " + out), 0);
-
-    // "zz" is in no text, because write_shard() takes its id, 256, for <|endoftext|>
-    const std::string tokenizer = write_pairs(dir() + "/pairs.bin", {"zz", "th", "he", "the"});
+    // "zz" is not in the text, because write_shard() takes its id, 256, for <|endoftext|>
+    const std::string tokenizer = write_tokenizer(dir() + "/pairs.bin", {"zz", "th", "he", "the"});
     const std::string text = "the other, the other, the other, the other";
     const std::string text_path = dir() + "/other.txt";
     write_file(text_path, text);
     std::vector<int> tokens = Tokenizer(tokenizer).encode(text, kGpt2Vocab, text_path);
-    tokens.insert(tokens.begin(), kEndOfText);  // as before every document
-    const std::string encoded = write_shard(dir() + "/encoded.bin", tokens);
+    tokens.insert(tokens.begin(), kEndOfText);
 
-    const std::string evaluate = "--device cpu --eval-only -t 8 -b 1 -e " + out + " -j ";
-    const auto loss = [&](const std::string& data) {
-        const Result r = run(evaluate + data);
+    const auto loss = [](const std::string& data) {
+        const Result r = run("--device cpu --eval-only -e tiny -t 8 -b 1 -j " + data);
         CHECK_RUN(r, 0, "val loss ");
         return text_from(r.out, "val loss ");
     };
-    CHECK(loss(text_path + " --tokenizer " + tokenizer) == loss(encoded));
-    CHECK(loss(text_path) != loss(encoded));  // its bytes
+    const std::string expected = loss(write_shard(dir() + "/encoded.bin", tokens));
+    CHECK(loss(text_path + " --tokenizer " + tokenizer) == expected);
+    CHECK(loss(text_path) != expected);  // of its bytes
 }
 
 // In a layer of d12 a token has 10·768 floats of qkv, atty, residual2, fch and residual3, four

@@ -244,7 +244,7 @@ int check_sample(Gpt2& model, const SampleOptions& o, const std::string& text) {
             test::report(__FILE__, __LINE__,
                          format("token %zu of \"%s\" has rank %d", i, text.c_str(), rank));
 
-        // a text that outgrows what the model may see continues from half as many tokens, its last
+        // a text that outgrows what the model may see continues from its last tokens, half as many
         context.push_back(token);
         seen = seen < size_t(o.T) ? seen + 1 : (o.T + 1) / 2;
     }

@@ -944,8 +944,11 @@ TEST(an_error_of_any_rank_that_validates_ends_all) {
         std::vector<int> tokens = make_tokens(9 * T + 1, 1);
         tokens[(3 + rank) * T + 5] = 9999;
         const std::string val = write_shard(dir() + format("/bad_val_%d.bin", rank), tokens);
-        const std::string command = options() + "-v 3 -m -1 -s 0 -b 1 -d 48 --gpus 3 --timeout 20 ";
-        CHECK_RUN(run(command + "-j " + val), 1, val + ": token at offset");
+        const std::string out = dir() + format("/bad_val_for_%d", rank);
+        const std::string command = options() + "-v 3 -m -1 -s 0 -b 1 -d 48 --gpus 3 ";
+        CHECK_RUN(run(command + "-j " + val + " -o " + out), 1, val + ": token at offset");
+        CHECK(newest_model(out) == 1);
+        CHECK(rows(out, "train").size() == 1);
     }
 }
 
