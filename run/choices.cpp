@@ -24,6 +24,7 @@ class QuestionReader {
 
     Question next_question() {
         Question question;
+        const size_t begin = offset();
         next("start of an example", kStart, kStart);
         next("size of an example", 0, 65535);
         question.index = next("index", 0, 65535);
@@ -35,8 +36,8 @@ class QuestionReader {
             // The last token is only predicted.
             const size_t length = question.context.size() + question.endings.back().size() - 1;
             if (length > static_cast<size_t>(max_T_))
-                fail("length of an example", format("at most T = %d tokens", max_T_), length,
-                     "give a larger -t");
+                refuse(path_, format("length of the example at offset %zu", begin),
+                       format("at most T = %d tokens", max_T_), length, "give a larger -t");
         }
         return question;
     }
@@ -45,9 +46,10 @@ class QuestionReader {
 
   private:
     template <class Found>
-    [[noreturn]] void fail(const std::string& what, const std::string& expected, Found found,
-                           const char* advice = kMakeAgain) const {
-        refuse(path_, format("%s at offset %zu", what.c_str(), offset()), expected, found, advice);
+    [[noreturn]] void fail(const std::string& what, const std::string& expected,
+                           Found found) const {
+        refuse(path_, format("%s at offset %zu", what.c_str(), offset()), expected, found,
+               kMakeAgain);
     }
 
     int next(const char* what, int least, int most) {

@@ -697,7 +697,7 @@ TEST(questions_that_do_not_fit_the_model) {
     CHECK_ERROR(read_questions(path, 256, 64),
                 path + ": token at offset 1076: expected 0..255, found 256");
     CHECK_ERROR(read_questions(path, 257, 4),
-                "length of an example at offset 1060: expected at most T = 4 tokens");
+                "length of the example at offset 1024: expected at most T = 4 tokens");
     CHECK(read_questions(path, 257, 5).size() == 2);  // the last token is only predicted
 }
 
