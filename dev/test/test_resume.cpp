@@ -924,32 +924,22 @@ TEST(validation_data_that_is_cut_ends_with_a_checkpoint) {
               "step 12/12");
 }
 
-// In the second step one rank cannot read its windows, whichever rank it is.
+// One rank cannot read its windows in the second step or in the first validation, whichever rank it
+// is.
 TEST(an_error_of_any_rank_ends_all) {
-    for (const int rank : {0, 1, 2}) {
-        std::vector<int> tokens = make_tokens(9 * T + 1, 1);
-        tokens[(3 + rank) * T + 5] = 9999;
-        const std::string data = write_shard(dir() + format("/bad_%d.bin", rank), tokens);
-        const std::string out = dir() + format("/bad_for_%d", rank);
-        const std::string command = options() + "-v 0 -s 0 --no-shuffle -b 1 -d 48 --gpus 3 ";
-        CHECK_RUN(run(command + "-i " + data + " -o " + out), 1, data + ": token at offset");
-        CHECK(newest_model(out) == 1);
-        CHECK(rows(out, "train").size() == 1);
-    }
-}
-
-// In the first validation one rank cannot read its windows, whichever rank it is.
-TEST(an_error_of_any_rank_that_validates_ends_all) {
-    for (const int rank : {0, 1, 2}) {
-        std::vector<int> tokens = make_tokens(9 * T + 1, 1);
-        tokens[(3 + rank) * T + 5] = 9999;
-        const std::string val = write_shard(dir() + format("/bad_val_%d.bin", rank), tokens);
-        const std::string out = dir() + format("/bad_val_for_%d", rank);
-        const std::string command = options() + "-v 3 -m -1 -s 0 -b 1 -d 48 --gpus 3 ";
-        CHECK_RUN(run(command + "-j " + val + " -o " + out), 1, val + ": token at offset");
-        CHECK(newest_model(out) == 1);
-        CHECK(rows(out, "train").size() == 1);
-    }
+    int number = 0;
+    for (const char* reads : {"-v 0 --no-shuffle -i ", "-v 3 -m -1 -j "})
+        for (const int rank : {0, 1, 2}) {
+            std::vector<int> tokens = make_tokens(9 * T + 1, 1);
+            tokens[(3 + rank) * T + 5] = 9999;
+            const std::string data = write_shard(dir() + format("/bad_%d.bin", number), tokens);
+            const std::string out = dir() + format("/bad_run_%d", number);
+            number++;
+            CHECK_RUN(run(options() + "-s 0 -b 1 -d 48 --gpus 3 " + reads + data + " -o " + out), 1,
+                      data + ": token at offset");
+            CHECK(newest_model(out) == 1);
+            CHECK(rows(out, "train").size() == 1);
+        }
 }
 
 namespace {
