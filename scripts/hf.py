@@ -153,13 +153,11 @@ def find_folder(source):
 
 def check_architecture(path, config):
     """Fails if any setting would make it another model than plain GPT-2."""
-    n_embd = config.get("n_embd")  # of any type yet, see check_sizes()
     # A missing key means transformers' default, which is among the values of each.
     allowed = {
         "model_type": ("gpt2",),
         "activation_function": ACTIVATIONS,
         "layer_norm_epsilon": (1e-5,),
-        "n_inner": (None, 4 * n_embd if type(n_embd) is int else None),
         "tie_word_embeddings": (True,),
         "add_cross_attention": (False,),
         "scale_attn_weights": (True,),
@@ -180,10 +178,17 @@ def check_sizes(path, config):
                 f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; "
                 "get the file again"
             )
-    if config["n_embd"] % config["n_head"]:
+    n_embd = config["n_embd"]
+    if n_embd % config["n_head"]:
         raise Fail(
             f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, "
-            f"found {config['n_embd']}; get the file again"
+            f"found {n_embd}; get the file again"
+        )
+    n_inner = config.get("n_inner")
+    if n_inner not in (None, 4 * n_embd):
+        raise Fail(
+            f"{path}: n_inner: expected {4 * n_embd}, found {n_inner}; "
+            "only plain GPT-2 can be converted"
         )
 
 

@@ -3,9 +3,9 @@
 # the losses. Exits with 1 if they differ. The ways are gpus, torchrun, mpirun and machines; by
 # default all whose launcher is installed.
 #
-# All runs use --overlap 1, because it changes the order in which the norm is summed, and its default
-# is 1 only between machines. With "machines" each of the two ranks sees one GPU, and NCCL may use
-# only the network, as on two machines.
+# All runs use --overlap 1, because it changes the order in which the norm is summed, and by default
+# it is on only between machines. With "machines" each of the two ranks sees one GPU, and NCCL may
+# use only the network, as on two machines.
 cd "$(dirname "$0")/.." || exit
 self=$PWD/scripts/launchers.sh
 steps=20
@@ -51,7 +51,8 @@ if [ "$1" = --way ]; then
     exit
 fi
 
-. dev/test/within.sh  # after --way, which is killed with what it started and could remove no folder
+# Only now, because it makes a folder that a killed --way could not remove.
+. dev/test/within.sh
 first=""
 failed=""
 for way in ${*:-gpus torchrun mpirun machines}; do

@@ -152,8 +152,8 @@ def folder_of(run):
 
 
 def checked(row):
-    """The row with NaN for null, which is how the log writes it. Raises an error if one of
-    FIELDS is missing or has the wrong type."""
+    """The row, with NaN where one of FIELDS is null, which is how the log writes NaN. Raises an
+    error if one of them is missing or has the wrong type."""
     values = {}
     for field in FIELDS.get(row["kind"], []):
         value = math.nan if row[field] is None else row[field]

@@ -41,7 +41,8 @@ def seconds_to_first_step(options, **variables):
                 seconds = time.monotonic() - start
                 run.send_signal(signal.SIGKILL)
                 return seconds
-        results.fail(f"{' '.join(command)} did not do a step: {run.stderr.read().strip()}")
+        said = run.stderr.read().strip()
+        results.fail(f"{' '.join(command)} ended before its first step was done: {said}")
 
 
 def seconds_to_read(*paths):

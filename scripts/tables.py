@@ -99,10 +99,10 @@ def table(rows, frame, text_columns=1):
     """`frame` in Markdown, below a line that says where and when its rows were measured."""
     machines = (rows["gpu"] + ", driver " + rows["driver"] + ", CUDA " + rows["cuda"]).unique()
     commits = rows["commit"].str[:7].groupby(rows["date"].str[:10]).unique()
-    dates = [
-        f"{date} (commit{'s' * (len(these) > 1)} {' and '.join(these)})"
-        for date, these in commits.items()
-    ]
+    dates = []
+    for date, these in commits.items():
+        word = "commits" if len(these) > 1 else "commit"
+        dates.append(f"{date} ({word} {' and '.join(these)})")
     caption = paragraph(f"{'; '.join(machines)}. Measured on {', '.join(dates)}.")
     rule = ["---"] * text_columns + ["--:"] * (len(frame.columns) - text_columns)
     lines = [frame.columns, rule, *frame.astype(object).to_numpy()]
@@ -261,13 +261,14 @@ def breakdown_of_step(calls):
     calls["% of step"] = 100 * calls["ms"] / calls["step_ms"]
     calls["% of GEMM"] = 100 * calls["tflops"] / calls["gemm_tflops_sustained"]
     calls["% of copy"] = 100 * calls["tb_s"] / calls["copy_tb_s_sustained"]
-    calls["ms above roofline"] = calls["lost_ms"].clip(lower=0)
     about = """{model} in {dtype}, B {B}, T {T}, `--attention {attention} -r {recompute}`: a step
         takes {step_ms:.2f} ms. GEMM: {gemm_tflops_sustained:.0f} TFLOP/s for square matrices of
         {gemm_size:.0f} rows. Copy: {copy_tb_s_sustained:.2f} TB/s.""".format_map(calls.iloc[0])
-    above = calls["ms above roofline"].sum()
+    above = calls["lost_ms"].sum()
     about += f" Together, the calls are {above:.1f} ms above the roofline."
-    calls = calls.rename(columns={"tflops": "TFLOP/s", "tb_s": "TB/s"})
+    calls = calls.rename(
+        columns={"tflops": "TFLOP/s", "tb_s": "TB/s", "lost_ms": "ms above roofline"}
+    )
     calls = calls.replace(0, np.nan)  # cell() shows "–": a call without products has no TFLOP/s
     columns = ["call", "calls", "ms", "% of step", "TFLOP/s", "% of GEMM", "TB/s", "% of copy"]
     return paragraph(about) + "\n\n" + table(calls, calls[[*columns, "ms above roofline"]])
@@ -549,7 +550,10 @@ def text_of(name):
     texts = [source.make(rows) for _, rows in rows_of_gpus(source)]
     text = "\n\n".join(text for text in texts if text)
     if not text:
-        return f"dev/results has no rows for this table: `scripts/measure.sh {source.part}`"
+        return (
+            f"dev/results has no rows for this table: `scripts/measure.sh {source.part}` "
+            "measures them"
+        )
     return text
 
 

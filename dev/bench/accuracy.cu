@@ -80,7 +80,7 @@ struct Study {
     Cuda& dev;
     const AttentionOptions& options;
     Log& log;
-    int beyond = 0;  // figures beyond their bounds
+    int beyond = 0;  // errors that exceed their bounds
 };
 
 template <class X>

@@ -215,11 +215,8 @@ inline Figures copy_rate(const Cuda& dev) {
         CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
     };
     const Figures ms = measure_ms(dev, false, copy);
-    const auto rate = [](double ms_per_copy) {
-        constexpr double kMoved = 2. * kBytes;  // read and written
-        return 1e3 * kMoved / ms_per_copy;
-    };
-    return {rate(ms.cool), rate(ms.sustained)};
+    constexpr double kMoved = 2. * kBytes;  // read and written
+    return {1e3 * kMoved / ms.cool, 1e3 * kMoved / ms.sustained};
 }
 
 // -------------------------------------------------------------------------------------------------
