@@ -143,7 +143,7 @@ inline std::string run(const Case& c) {
 inline void run_and_count(const Case& c, double limit, Counts& counts) {
     Counts if_it_hangs = counts;
     if_it_hangs.failed++;
-    last_words = format("FAIL %s: no end after %g s; the tests after it did not run\n",
+    last_words = format("FAIL %s: did not end within %g s; the tests after it did not run\n",
                         c.name.c_str(), limit) +
                  if_it_hangs.text();
 

@@ -97,8 +97,8 @@ inline Result shell(const std::string& command,
 }
 
 // Tests start from common options and change some, but the program refuses an option that is given
-// twice. So this keeps the last of each, with the words after it, which are its value. Everything
-// from the first word that contains ;, | or & on is for the shell and stays as it is.
+// twice. So this keeps the last of each, with the words after it, which are its value. The first
+// word that contains ; or | or &, and all words after it, are for the shell and stay as they are.
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
     const std::vector<Option> table = Options().table();
@@ -112,12 +112,16 @@ inline std::string given_once(const std::string& arguments) {
         const std::string name = text.substr(0, text.find('='));
         if (text.find_first_of(";|&") != std::string::npos)
             destination = &after_options;
+        if (destination == &after_options) {
+            after_options += text + " ";
+            continue;
+        }
 
         const auto is_this = [&](const Option& option) {
             return name == option.name || name == option.letter;
         };
         const auto option = std::find_if(table.begin(), table.end(), is_this);
-        if (destination != &after_options && option != table.end()) {
+        if (option != table.end()) {
             destination = &given[option->name];
             destination->clear();  // if it was given before
         }

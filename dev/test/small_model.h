@@ -22,9 +22,8 @@ struct TensorInFile {
     bool decays = false;  // the matrices do
 };
 inline std::vector<TensorInFile> tensors_in_file(size_t positions, size_t padded_vocabulary,
-                                                 size_t layers, size_t C) {
+                                                 size_t L, size_t C) {
     constexpr bool decays = true;
-    const size_t L = layers;
     return {{"wte", padded_vocabulary * C, 1, decays},
             {"wpe", positions * C, 1, decays},
             {"ln1w", C, L},

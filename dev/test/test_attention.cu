@@ -715,8 +715,8 @@ Norms flash_bound(const AttentionKernel<X>& kernel, const Problem<X>& p, int ten
     const double relative = std::max(P_roundoff, operand_roundoff);
     const double max = factors.max_factor * naive.max + p.tiny[tensor] + relative * ref.max;
 
-    // Naive's L2 error is luck for T ≤ 2, because a row has one or two keys, and in dq and dk if S
-    // is exact, because only D's rounding is left.
+    // Naive's L2 error is luck if T ≤ 2, because a row has one or two keys. So it is in dq and dk
+    // if all logits are equal: if S is exact, only D's rounding is left.
     const bool is_luck = p.c.shape.Tk <= 2 || (constant && (tensor == Dq || tensor == Dk));
     const double l2 = is_luck ? INFINITY : factors.l2_factor * naive.l2 + relative * ref.l2;
     return {.max = max, .l2 = l2};

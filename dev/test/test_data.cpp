@@ -361,7 +361,6 @@ static GoodFile good_model() {
 TEST(model_errors) {
     const GoodFile file = good_model();
     const int magic_at = 0;
-    const int version_at = 4;
     const int max_T_at = 8;  // the first of the six sizes
     const int layers_at = 16;
     const int heads_at = 20;
@@ -369,7 +368,7 @@ TEST(model_errors) {
     const int bf16_version = 5;
 
     file.poke(magic_at, 20240520, "offset 0: expected 20240326, found 20240520");
-    file.poke(version_at, bf16_version,
+    file.poke(file.version_at, bf16_version,
               "too long: expected 6848 bytes (bf16, L=2 NH=2 C=8 V=50), found 12672");
     int offset = max_T_at;
     for (const char* field :

@@ -433,10 +433,9 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
     Result dx_sum = {"dinp_sum", dsum};
     dx_sum.column_sums_of = &dinp;
     dx_sum.min_scale = 1.0;  // sums of values around 1 may cancel
-    const bool with_sum = true;
-    check(what, {dx, dw, db, dx_sum}, [&](const auto& on) { backward(on, with_sum); });
+    check(what, {dx, dw, db, dx_sum}, [&](const auto& on) { backward(on, /*with_sum=*/true); });
     check_same(what + " without dinp_sum", {dx, dw, db},
-               [&](const auto& on) { backward(on, !with_sum); });
+               [&](const auto& on) { backward(on, /*with_sum=*/false); });
 }
 
 TEST_OF_X(layernorm) {
@@ -889,7 +888,7 @@ TEST_OF_X(classifier) {
     check_classifier<X>(3, 257, 384, 1.0, kUnaligned);
 }
 
-// The rows of the tests of bad rows. The three before kNanRow have a target outside the vocabulary.
+// Both tests of bad rows use these. The rows before kNanRow have a target outside the vocabulary.
 constexpr int kNanRow = 3;
 constexpr int kInfiniteRow = 4;
 constexpr int kMinusInfiniteRow = 5;

@@ -156,7 +156,7 @@ static void check(Make make, double float_tolerance = 2e-6) {
             !same_bits(single_again.results[i].x, single.results[i].x))
             test::report(__FILE__, __LINE__, l.what + ": more threads change " + l.results[i].name);
 
-    const Cpu sets_all_threads;  // for loss()
+    const Cpu all_threads;  // its constructor sets the number of threads, which loss() then uses
     const auto is_gradient = [](const auto& t) { return t.name[0] == 'd'; };
     const auto tensor_of = [&](const auto& gradient) -> auto& {
         return l[gradient.name.substr(1)];
