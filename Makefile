@@ -156,7 +156,7 @@ train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 $(TESTS) $(TOOLS): dev/%: build/dev/test/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 # These tests start the program, or threads that train with it.
-dev/test_data dev/test_faults dev/test_program dev/test_recipe dev/test_resume: \
+dev/test_data dev/test_program dev/test_recipe dev/test_resume: \
     | train_gpt2cu dev/train_threads
 $(BENCHES): dev/%: build/dev/bench/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
@@ -223,7 +223,7 @@ test:
 SANITIZE  := -fsanitize=address,undefined
 SANITIZED := dev/test/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
              run/checkpoint_files run/choices run/log
-sanitize: $(SANITIZED:%=build/sanitized/%.o)
+sanitize: $(SANITIZED:%=build/sanitized/%.o) | train_gpt2cu  # which test_data starts
 	$(CXX) $(SANITIZE) -fopenmp -o build/sanitized/test_data $^
 	ASAN_OPTIONS=max_allocation_size_mb=500 build/sanitized/test_data
 # The test itself is not optimised, because that compiles fastest.

@@ -792,10 +792,9 @@ int run_with(const Dev& dev, Options& o, const ProcessGroup& group) {
         o.init = find_model_file(o.init);
     const Config config = from_file ? read_model_header(o.init).config : new_model(*preset, o);
     if (from_file && config.V >= kGpt2Vocab && o.tokenizer.empty() && group.prints())
-        std::fprintf(
-            stderr,
-            "%s: text is read and written as single bytes; for GPT-2's tokens give --tokenizer\n",
-            o.init.c_str());
+        print_error(o.init +
+                    ": text is read and written as single bytes; for GPT-2's tokens give "
+                    "--tokenizer");
 
     if (o.generate > 0) {
         if (!from_file)
@@ -876,7 +875,7 @@ static int run_process(Options& o, char** argv) {
     // destructor waits for the thread.
     [[maybe_unused]] const std::future<void> corpus = begin_corpus(o);
     if (gpus == 0 && o.device == "auto" && self.rank == 0)
-        std::fprintf(stderr, "no usable GPU (%s); using the CPU\n", why_no_gpu.c_str());
+        print_error("no usable GPU (" + why_no_gpu + "); using the CPU");
     try {
         // With --memory the group has --gpus ranks, of which only this one is started.
         ProcessGroup group(self, std::max(o.gpus, self.size));

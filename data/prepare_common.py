@@ -132,7 +132,7 @@ def reading(what, advice=DAMAGED):
     try:
         yield
     except Exception as error:
-        # A Fail is such a line already. Callers make one of an error that names a file.
+        # A Fail has such a line already, and run() makes one of an OSError that names its file.
         if isinstance(error, Fail) or getattr(error, "filename", None):
             raise
         reason = " ".join(str(error).split())  # on one line
@@ -194,7 +194,7 @@ def download(url, sha256):
     if found != sha256:
         raise Fail(
             f"{path}: wrong SHA-256: expected {sha256}, found {found}; "
-            "delete it, and it is downloaded again"
+            "delete it to download it again"
         )
     return path
 

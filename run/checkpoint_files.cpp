@@ -439,11 +439,10 @@ void remove_leftovers(const std::string& dir) {
         if (of_a_killed_run && step > files.newest_model())
             remove_file(path);
         else
-            std::fprintf(
-                stderr,
-                "warning: %s: the model that belongs to this training state is missing; the state "
-                "is kept\n",
-                path.c_str());
+            print_error(
+                format("warning: %s: the model that belongs to this training state is missing; the "
+                       "state is kept",
+                       path.c_str()));
     }
 }
 

@@ -355,8 +355,8 @@ void Log::truncate_after(const std::string& path, long long step) {
     const std::string text = InputFile(path).read_all();
     const auto [kept, damaged] = rows_until(text, step);
     if (damaged > 0)
-        std::fprintf(stderr, "warning: %s: dropped %d %s not JSON\n", path.c_str(), damaged,
-                     damaged == 1 ? "row that was" : "rows that were");
+        print_error(format("warning: %s: dropped %d %s not JSON", path.c_str(), damaged,
+                           damaged == 1 ? "row that was" : "rows that were"));
 
     if (kept == text)
         return;

@@ -23,7 +23,8 @@ std::string title(const Option& option);  // for messages, for example "--batch 
 // "-h 0" and "-h 1" are unknown options, because in llm.c they are about HellaSwag.
 //
 // A default that depends on the run is stored as a value outside of its option's range, or as ""
-// for a path, so that no user can type it by chance. A few options accept -1 for it on purpose.
+// for a path, so that no user can type it by chance. A few options accept it on purpose, as -1 or
+// auto.
 enum class Parsed { options, help };
 Parsed parse_options(int argc, const char* const* argv, std::vector<Option>& table);
 

@@ -259,16 +259,15 @@ void check_ranks(const Options& o, const RankInfo& self, int gpus, const std::st
         throw UsageError(format("--gpus is %d, but the launcher started %d ranks; leave out --gpus",
                                 o.gpus, self.size));
     // A launcher may have started the ranks, without --gpus.
-    const char* const one_process =
-        self.size > 1 ? "; start a single process" : "; leave out --gpus";
+    const char* const advice = self.size > 1 ? "start a single process" : "leave out --gpus";
     if (o.generate > 0 && ranks > 1)
-        throw UsageError(std::string("--generate runs on one GPU") + one_process);
+        throw UsageError(format("--generate runs on one GPU; %s", advice));
     if (ranks == 1 || o.memory)
         return;
     if (o.device == "cpu")
-        throw UsageError(std::string("--device cpu runs as one process") + one_process);
+        throw UsageError(format("--device cpu runs as one process; %s", advice));
     if (gpus == 0)
-        throw Error("each rank needs a GPU of its own: " + why_no_gpu + one_process);
+        throw Error(format("each rank needs a GPU of its own: %s; %s", why_no_gpu.c_str(), advice));
     NcclComm::version();  // throws if this program was built without NCCL
 }
 
