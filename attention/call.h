@@ -68,6 +68,9 @@ struct RowStatsView {
     A* ptr = nullptr;
     size_t head_stride = 0;  // elements from a head to the next
 
+    // `head` is b·NH + h.
+    __host__ __device__ A& at(size_t head, size_t t) const { return ptr[head * head_stride + t]; }
+
     RowStatsView from(size_t t) const {  // without the first t tokens
         RowStatsView later = *this;
         later.ptr += t;

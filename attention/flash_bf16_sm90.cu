@@ -126,13 +126,13 @@ __device__ __forceinline__ int take_ticket(const ForwardArgs& args) {
 // these have no queries.
 template <int Br, int Bc>
 __device__ __forceinline__ ForwardWorkTile work_tile(const ForwardArgs& args, int ticket) {
-    const int first = ticket / (args.group * args.tiles) * args.group;  // the group's first head
-    const int size = min(args.group, args.heads - first);  // the last group may be smaller
-    const int i = ticket - first * args.tiles;             // work tile within the group
-    const int tile = i / size;
-    const int bh = first + i % size;
+    const int first_head = ticket / (args.group * args.tiles) * args.group;  // of its group
+    const int heads_of_group = min(args.group, args.heads - first_head);  // the last may have fewer
+    const int i = ticket - first_head * args.tiles;  // the ticket's number within its group
+    const int nth = i / heads_of_group;              // of the head's tiles, from the end
+    const int bh = first_head + i % heads_of_group;
     const int end = ceil_div<64>(args.Tq) * 64;
-    const int q0 = end - (tile + 1) * Br;
+    const int q0 = end - (nth + 1) * Br;
     const int q_end = min(q0 + Br, args.Tq);
     const int k_end = min(args.Tk, q_end + args.shift);
     return {.b = bh / args.NH, .h = bh % args.NH, .q0 = q0, .k_tiles = ceil_div<Bc>(k_end)};

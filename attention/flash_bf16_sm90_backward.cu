@@ -561,7 +561,7 @@ __device__ __forceinline__ void start_add_ab(float (&c)[HS / 8][4],
     wgmma_commit();
 }
 
-// The named barriers of both consumers. Barrier 1 is free.
+// The named barriers of both consumers. Barrier 0 is __syncthreads; 1 is not used.
 enum NamedBarrier {
     kLastRead = 2,
     kTurn = 3,  // and 4: kTurn + wg is consumer wg's turn
@@ -676,10 +676,10 @@ struct Consumer {
             softmax_gradient(n);  // dS(n), while dV runs
             store_ds(shared.ds.address(n));
             wgmma_wait<0>(dv);
-            // For the compiler. start_dq overwrites dq, but only if n > first; otherwise dq is what
-            // it is here. If that were not settled before the products, the compiler would
-            // serialize all of them (ptxas says so, C7515). And as its asm also reads dq, old
-            // values would hold registers from one query tile to the next.
+            // For the compiler. start_dq overwrites dq, but runs only if n > first. Without a value
+            // from before the products, dq would make the compiler serialize all of them (ptxas
+            // says so, C7515). And start_dq's asm also reads dq, so old values would hold registers
+            // from one query tile to the next.
             clear(dq);
             wgmma_fence_operand(dq);
 

@@ -852,7 +852,7 @@ template <class Call>
 void check_size(const Call& c) {
     if (std::max(c.s.Tq, c.s.Tk) > INT_MAX / 4)
         throw Error(format(
-            "%s: Tq is %d and Tk is %d, but one launch covers at most %d; split the sequence",
+            "%s: Tq is %d and Tk is %d, but one launch covers at most %d; use shorter sequences",
             kName, c.s.Tq, c.s.Tk, INT_MAX / 4));
 }
 void forward(const Cuda& dev, const AttentionForward<float>& c) {

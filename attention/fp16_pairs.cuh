@@ -276,6 +276,7 @@ struct Stream {
     static constexpr int Lo = Rows * HS * static_cast<int>(sizeof(half));  // a tile's hi parts
     static constexpr int TileBytes = 2 * Lo;  // a tile as pairs, and also as floats
     static constexpr int Bytes = 4 * TileBytes;
+
     static constexpr int Pieces = kPieces<HS, Rows, Threads>;
 
     // The bits of the tiles' largest magnitudes.

@@ -134,10 +134,10 @@ struct BackwardTileScheduler {
 
         const int tiles_of_group = group * k_tiles;
         const int first_head = later / tiles_of_group * group;
-        const int group_heads = min(group, heads - first_head);
+        const int heads_of_group = min(group, heads - first_head);
         const int later_of_group = later % tiles_of_group;
-        const int later_of_head = later_of_group / group_heads;  // its key tiles yet to come
-        const int bh = first_head + later_of_group % group_heads;
+        const int later_of_head = later_of_group / heads_of_group;  // its key tiles yet to come
+        const int bh = first_head + later_of_group % heads_of_group;
         const int k_tile = walks_forwards(bh) ? later_of_head : k_tiles - 1 - later_of_head;
         return {.k_tile = k_tile, .bh = bh};
     }

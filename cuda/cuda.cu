@@ -108,7 +108,7 @@ Cuda::Cuda(int device) : device(device) {
         cudaGetLastError();
         throw Error(format(
             "GPU %d (%s) has compute capability %d.%d, which this program was not built for; run "
-            "make clean, then make ARCH=%d%s",
+            "make ARCH=%d%s",
             device, name.c_str(), properties.major, properties.minor, sm, sm == 90 ? "a" : ""));
     }
 

@@ -103,7 +103,7 @@ inline const char* missing_kernels(int sm, bool sm90a) {
     if (sm != 90 || sm90a)
         return "";
     return "warning: the kernels for this GPU are missing, because the program was built on a "
-           "machine without one; run make clean, then make ARCH=90a\n";
+           "machine without one; run make ARCH=90a\n";
 }
 
 // Work that is enqueued again and again in the same form. The first run is an ordinary one, because

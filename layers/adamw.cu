@@ -137,9 +137,10 @@ static void check_range(const ParamRange& p) {
     if (p.skipped % kGroup != 0 ||
         (several && (p.size % kGroup != 0 || p.stride % kGroup != 0 || p.stride < p.size)))
         throw Error(format(
-            "adamw_update: a range has pieces of %zu elements, %zu apart, and skips %zu; all three "
-            "must be multiples of %d",
-            p.size, p.stride, p.skipped, kGroup));
+            "adamw_update: a range skips %zu elements and has pieces of %zu, %zu apart; what it skips "
+            "must be a multiple of %d, and so must the others if there are several pieces, which "
+            "must not overlap",
+            p.skipped, p.size, p.stride, kGroup));
 }
 
 // 1/(1 − βᵗ), in double, because 1 − βᵗ cancels for small t.

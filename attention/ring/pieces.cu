@@ -27,17 +27,17 @@ __global__ void merge_kernel(AttentionShape s, HeadsView<Y> dst, Partial<float> 
     const int t = blockIdx.x % s.Tq;
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
         const size_t head = size_t(b) * s.NH + i / s.HS;
-        const auto o = load<kWide>(token_of(sum.o, b, t) + i);
-        const auto o_b = load<kWide>(token_of(piece.o, b, t) + i);
-        const Merge<float> merge(sum, piece, head, t);
+        const auto o_sum = load<kWide>(token_of(sum.o, b, t) + i);
+        const auto o_piece = load<kWide>(token_of(piece.o, b, t) + i);
+        const Merge<float> weights(sum, piece, head, t);
 
-        Vec<float, kWide> o_new;
+        Vec<float, kWide> o;
         for (int k = 0; k < kWide; k++)
-            o_new.x[k] = merge.merged(o[k], o_b[k]);
-        store(token_of(dst, b, t) + i, o_new);
+            o.x[k] = weights.merged(o_sum[k], o_piece[k]);
+        store(token_of(dst, b, t) + i, o);
         __syncwarp();
         if (i % s.HS == 0)
-            merge.store_lse(sum, head, t);
+            weights.store_lse(sum, head, t);
     }
 }
 

@@ -2,9 +2,9 @@
 // whose fp32 results are merged or added up, and rounded once.
 //
 // merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_b and
-// lse_b.
-//   o   ← o − σ(lse_b − lse)(o − o_b)
-//   lse ← log(exp lse + exp lse_b)
+// lse_piece.
+//   o   ← o − σ(lse_piece − lse)(o − o_b)
+//   lse ← log(exp lse + exp lse_piece)
 //
 // A merged lse has a rest: its rounding error. Both together have twice the digits. At lse = 9
 // rounding to fp32 changes lse by up to 5e-7. Without the rest, the merge's weight and, in
@@ -40,26 +40,27 @@ struct Merge {
 
     __host__ __device__ Merge(const Partial<A>& sum, const Partial<A>& piece, size_t head, int t) {
         const auto exact_lse = [=](const Partial<A>& p) {
-            const double lse = p.lse.ptr[head * p.lse.head_stride + t];
-            return lse + p.rest.ptr[head * p.rest.head_stride + t];
+            const double lse = p.lse.at(head, t);
+            return lse + p.rest.at(head, t);
         };
         const double lse_sum = exact_lse(sum);
-        const double lse_b = exact_lse(piece);
+        const double lse_piece = exact_lse(piece);
         // exp(lse) of the lighter side, divided by that of the heavier
-        const A ratio = std::exp(-static_cast<A>(std::fabs(lse_sum - lse_b)));
-        const double lse_merged = (lse_b > lse_sum ? lse_b : lse_sum) + std::log1p(ratio);
+        const A ratio = std::exp(-static_cast<A>(std::fabs(lse_sum - lse_piece)));
+        const double lse_merged = (lse_piece > lse_sum ? lse_piece : lse_sum) + std::log1p(ratio);
 
-        piece_is_heavier = lse_b > lse_sum;
+        piece_is_heavier = lse_piece > lse_sum;
         weight = ratio / (1 + ratio);
         lse = static_cast<A>(lse_merged);
         rest = static_cast<A>(lse_merged - lse);
     }
-    __host__ __device__ A merged(A o, A o_b) const {
-        return piece_is_heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b);
+    __host__ __device__ A merged(A o_sum, A o_piece) const {
+        return piece_is_heavier ? o_piece - weight * (o_piece - o_sum)
+                                : o_sum - weight * (o_sum - o_piece);
     }
     __host__ __device__ void store_lse(const Partial<A>& sum, size_t head, int t) const {
-        sum.lse.ptr[head * sum.lse.head_stride + t] = lse;
-        sum.rest.ptr[head * sum.rest.head_stride + t] = rest;
+        sum.lse.at(head, t) = lse;
+        sum.rest.at(head, t) = rest;
     }
 };
 

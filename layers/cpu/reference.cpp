@@ -499,7 +499,7 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
                 p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
             const SoftmaxOfRow<X> softmax = exponentials(p, keys);
 
-            // p is not divided by its sum, o is.
+            // Instead of p, o is divided by the sum of p.
             X o[kMaxHeadSize] = {};
             for (int j = 0; j < keys; j++)
                 axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
@@ -509,10 +509,10 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
 
             const size_t head = size_t(b) * s.NH + h;
             const X lse = softmax.max + std::log(softmax.sum);
-            c.lse.ptr[head * c.lse.head_stride + i] = lse;
+            c.lse.at(head, i) = lse;
             if (c.lse_rest.ptr) {
                 const double exact = double(softmax.max) + std::log(double(softmax.sum));
-                c.lse_rest.ptr[head * c.lse_rest.head_stride + i] = X(exact - lse);
+                c.lse_rest.at(head, i) = X(exact - lse);
             }
         });
     });
@@ -546,12 +546,12 @@ static void query_gradients(const AttentionBackward<X>& c, Size HS, X scale, Dot
         D.at(b, h, i) = D_i;
 
         const size_t head = size_t(b) * s.NH + h;
-        const X lse = c.lse.ptr[head * c.lse.head_stride + i];
+        const X lse = c.lse.at(head, i);
         for (int j = 0; j < keys; j++)
             p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - lse;
         if (c.lse_rest.ptr)
             for (int j = 0; j < keys; j++)
-                p[j] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
+                p[j] -= c.lse_rest.at(head, i);
 #pragma omp simd
         for (int j = 0; j < keys; j++)
             p[j] = std::exp(p[j]);
@@ -576,11 +576,10 @@ static void key_gradients(const AttentionBackward<X>& c, Size HS, X scale, Dots<
 
         const size_t head = size_t(b) * s.NH + h;
         for (int i = first; i < s.Tq; i++)
-            p[i] = scale * dot(c.q.row(b, i, h, HS), k_j, HS) -
-                   c.lse.ptr[head * c.lse.head_stride + i];
+            p[i] = scale * dot(c.q.row(b, i, h, HS), k_j, HS) - c.lse.at(head, i);
         if (c.lse_rest.ptr)
             for (int i = first; i < s.Tq; i++)
-                p[i] -= c.lse_rest.ptr[head * c.lse_rest.head_stride + i];
+                p[i] -= c.lse_rest.at(head, i);
 #pragma omp simd
         for (int i = first; i < s.Tq; i++)
             p[i] = std::exp(p[i]);

@@ -251,7 +251,7 @@ struct Block {
 
         // A box's coordinates are (0, panel, row, 0) of its matrix (matrix_map in matmul_sm90.cu).
         // As kChunk = kPanel, chunk k is panel k of A. It is also panel k of B, except backward,
-        // where it is rows k·kChunk to k·kChunk + 63 of B.
+        // where it is the kChunk rows of B from k·kChunk on.
         PipelineState<kStages> state;
         // Chunk: wait until the MMA warps of both blocks have released the stage · load A and B
         for (int item = first_item; item < p.work_items; item += clusters) {
