@@ -62,7 +62,7 @@ def small_inputs(folder):
         "data/train_*.bin": "train_*.bin",
         "data/val_*.bin": "val_*.bin",
     }
-    for name in "book.txt", "run1", "run2", "run3", "run4", "run5":
+    for name in "book.txt", "run1", "run2", "run3", "run4", "run5", "run6":
         replaced[name] = name
     return {name: f"{folder}/{path}" for name, path in replaced.items()}
 
