@@ -343,15 +343,16 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
     const int T = args.s.Tq;                            // and Tk
     Fragments<HS> k_regs;
     Fragments<HS> v_regs;
-    load_rows<HS>(k_regs, w.head<HS>(args.k), args.k.token_stride, lane_k, T);
-    load_rows<HS>(v_regs, w.head<HS>(args.v), args.v.token_stride, lane_k, T);
+    // Heads have offsets of type int, because size_t makes this kernel spill at HS 128.
+    load_rows<HS>(k_regs, w.head<HS, int>(args.k), args.k.token_stride, lane_k, T);
+    load_rows<HS>(v_regs, w.head<HS, int>(args.v), args.v.token_stride, lane_k, T);
 
     Accumulator<HS> dk = {};
     Accumulator<HS> dv = {};
     for (int q0 = max(0, k0 - args.shift); q0 < T; q0 += Br) {
         __syncthreads();  // everyone is done with the last tile
-        load_tile<HS, Br>(q_smem, w.head<HS>(args.q), args.q.token_stride, q0, T);
-        load_tile<HS, Br>(do_smem, w.head<HS>(args.dout), args.dout.token_stride, q0, T);
+        load_tile<HS, Br>(q_smem, w.head<HS, int>(args.q), args.q.token_stride, q0, T);
+        load_tile<HS, Br>(do_smem, w.head<HS, int>(args.dout), args.dout.token_stride, q0, T);
         if (threadIdx.x < Br) {
             // rows that do not exist get an lse of +inf, so that their P is 0
             const int row = q0 + threadIdx.x;
@@ -379,8 +380,8 @@ __global__ void __launch_bounds__(kThreads) dkdv_kernel(const __grid_constant__ 
                 s[n][e] *= dp[n][e] - D_smem[fragment_col(8 * n, e, lane)];  // P becomes dS
         add_ab<HS, Br>(dk, s, q_smem);
     }
-    store_rows<HS>(dk, w.head<HS>(args.dk), args.dk.token_stride, lane_k, T, args.scale);
-    store_rows<HS>(dv, w.head<HS>(args.dv), args.dv.token_stride, lane_k, T, 1.f);
+    store_rows<HS>(dk, w.head<HS, int>(args.dk), args.dk.token_stride, lane_k, T, args.scale);
+    store_rows<HS>(dv, w.head<HS, int>(args.dv), args.dv.token_stride, lane_k, T, 1.f);
 #endif
 }
 

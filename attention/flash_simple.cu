@@ -81,10 +81,12 @@ __device__ void load_tile(Line (&tile)[Lines], const float* head, size_t row_str
 // -------------------------------------------------------------------------------------------------
 // Products
 
-// s[j] += own · row j of a tile, summed over all HS columns. `own` is this thread's line of its
-// row, and first_line the line of row 0 at the same columns.
+// s[j] = own · row j of a tile, summed over all HS columns. `own` is this thread's line of its row,
+// and first_line the line of row 0 at the same columns.
 template <int HS, int N>
 __device__ void multiply_abt(float (&s)[N], const float* own, const float* first_line) {
+    for (float& x : s)
+        x = 0.f;  // if the callers did this, ptxas would need 19 registers more
 #pragma unroll 1  // only kTerms of `own` at a time are in registers
     for (int c = 0; c < kOwn; c += kTerms)
         for (int j = 0; j < N; j++) {
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         __syncthreads();  // the tile is there
 
         // [quote]
-        float s[Bc] = {};
+        float s[Bc];
         float m_new = m;
         float l_tile = 0.f;
         multiply_abt<HS>(s, q_smem[threadIdx.x], k_smem[line]);
@@ -208,10 +210,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line v_smem[kPassing];
 
     const int line = threadIdx.x % kSplit<HS>;  // which line of its row this thread owns
-    __shared__ WorkTile w;                      // the loop leaves no register for it
-    if (threadIdx.x == 0)
-        w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
-    __syncthreads();
+    const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::last_to_first);
     const int q0 = w.tile * Br;
     const int query = q0 + threadIdx.x / kSplit<HS>;  // this thread's
     const int Tq = args.s.Tq;
@@ -222,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
     // D is the product of dO with a tile of one row, O, and so it is summed in the order of dO Vᵀ.
     // Then dP − D is exactly 0 where one key has all the weight, because O is its V.
-    float D[1] = {};
+    float D[1];
     float dq[kOwn] = {};
     float sum = 0.f;
     const int row = min(query, Tq - 1);  // threads without a query read the last one's out and lse
@@ -235,9 +234,9 @@ __global__ void __launch_bounds__(kThreads, 4)
         load_tile<HS>(v_smem, w.head<HS>(args.v), args.v.token_stride, k0, Tk);
         __syncthreads();  // the tile is there
 
-        float p[Bc] = {};
+        float p[Bc];
         multiply_abt<HS>(p, q_smem[threadIdx.x], k_smem[line]);
-        float ds[Bc] = {};
+        float ds[Bc];
         multiply_abt<HS>(ds, do_smem[threadIdx.x], v_smem[line]);  // dP
         float sum_tile = 0.f;
         for (int j = 0; j < Bc; j++) {
@@ -271,10 +270,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     __shared__ __align__(16) Line do_smem[kLines];
 
     const int line = threadIdx.x % kSplit<HS>;  // which line of its row this thread owns
-    __shared__ WorkTile w;                      // the loop leaves no register for it
-    if (threadIdx.x == 0)
-        w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
-    __syncthreads();
+    const WorkTile w = work_tile(args.heads, args.s.NH, TileOrder::first_to_last);
     const int k0 = w.tile * Bc;
     const int key = k0 + threadIdx.x / kSplit<HS>;  // this thread's
     const int Tq = args.s.Tq;
@@ -293,9 +289,9 @@ __global__ void __launch_bounds__(kThreads, 4)
         load_tile<HS>(do_smem, w.head<HS>(args.dout), args.dout.token_stride, q0, Tq);
         __syncthreads();  // the tile is there
 
-        float p[Br] = {};
+        float p[Br];
         multiply_abt<HS>(p, k_smem[threadIdx.x], q_smem[line]);
-        float ds[Br] = {};
+        float ds[Br];
         multiply_abt<HS>(ds, v_smem[threadIdx.x], do_smem[line]);  // dP
         for (int i = 0; i < Br; i++) {
             const bool visible = q0 + i < Tq && key <= q0 + i + args.shift;

@@ -53,10 +53,11 @@ struct WorkTile {
     int b;
     int h;
 
-    // The head's first row of HS elements. The others are x.token_stride apart.
-    template <int HS, class X>
+    // The head's first row of HS elements. The others are x.token_stride apart. A kernel with no
+    // register to spare may have an Offset of 32 bits.
+    template <int HS, class Offset = size_t, class X>
     __device__ __forceinline__ X* head(const HeadsView<X>& x) const {
-        return x.ptr + b * x.batch_stride + h * HS;
+        return x.ptr + b * x.batch_stride + static_cast<Offset>(h) * HS;
     }
     // The head's row statistics, by token.
     template <class A>
