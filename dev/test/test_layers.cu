@@ -1462,7 +1462,7 @@ TEST(adamw_errors) {
     CHECK_ERROR(update(1, {one}, 1), "aligned");
     CHECK_ERROR(update(0, {one}, 0), "step is 0");
     const ParamRange pieces = {.begin = 0, .size = 6, .decay = true, .pieces = 2, .stride = 12};
-    CHECK_ERROR(update(0, {pieces}, 1), "pieces of 6 elements");
+    CHECK_ERROR(update(0, {pieces}, 1), "pieces of 6, 12 apart");
 }
 
 }  // namespace
