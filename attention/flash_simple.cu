@@ -86,7 +86,7 @@ __device__ void load_tile(Line (&tile)[Lines], const float* head, size_t row_str
 template <int HS, int N>
 __device__ void multiply_abt(float (&s)[N], const float* own, const float* first_line) {
     for (float& x : s)
-        x = 0.f;  // if the callers did this, ptxas would need 19 registers more
+        x = 0.f;  // if the callers did this, dq_kernel would take 19 registers more at HS 64
 #pragma unroll 1  // only kTerms of `own` at a time are in registers
     for (int c = 0; c < kOwn; c += kTerms)
         for (int j = 0; j < N; j++) {

@@ -1,9 +1,9 @@
 // What chunks (chunks.h) and rings (ring.h) are made of: calls of some queries with some keys,
 // whose fp32 results are merged or added up, and rounded once.
 //
-// merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_b and
-// lse_piece.
-//   o   ← o − σ(lse_piece − lse)(o − o_b)
+// merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_piece
+// and lse_piece.
+//   o   ← o − σ(lse_piece − lse)(o − o_piece)
 //   lse ← log(exp lse + exp lse_piece)
 //
 // A merged lse has a rest: its rounding error. Both together have twice the digits. At lse = 9
