@@ -771,7 +771,8 @@ TEST_OF_X(matmul_activation) {
                              {9000, 128, 512},    // two tiles per cluster
                              {9000, 64, 2560},    // six
                              {5000, 1024, 1280},  // two, with few epilogue warps in backward
-                             {129, 1600, 6400}};  // d48
+                             {129, 1600, 6400},   // d48
+                             {2100, 64, 6400}};   // two bands, the second with one pair of tiles
     for (const auto& [N, C, OC] : shapes) {
         check_matmul_activation<X>(N, C, OC);
         check_matmul_activation_backward<X>(N, OC, C);

@@ -34,10 +34,10 @@
 // longer.
 //
 // Two blocks form a cluster. Their tiles are one below the other and share B: each block loads half
-// of B and sends it to both. The clusters take turns at these pairs of tiles: all that are side by
-// side, then those below, so that A is read from memory once and B stays in L2. For the
-// exponentials, B is larger than L2. There, the columns of tiles are walked in bands of kBand pairs
-// of tiles: the band's rows of A stay in L2, and B is read from memory once per band.
+// of B and sends it to both. The clusters take turns at these pairs of tiles, band after band, and
+// in each band from left to right. If B fits into L2, a band is one pair high: A is read from
+// memory once, and B stays in L2. If B is too large, a band is several pairs high: its rows of A
+// stay in L2, and B is read from memory once per band.
 //
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
@@ -107,8 +107,6 @@ constexpr int kOtherRegisters = 96;
 constexpr int kSliceRows = 8;
 constexpr int kSlices = kTileRows / kSliceRows;
 
-constexpr int kBand = 16;  // exponentials: pairs of tiles in a band, 4096 rows
-
 // A block's shared memory, 208 KB.
 struct SharedMemory {
     struct Stage {
@@ -142,6 +140,8 @@ struct Problem {
     int columns;
     int chunks;        // of K
     int tiles_across;  // tiles side by side
+    int pairs_down;    // pairs of tiles, one below the other
+    int band;          // how many of these pairs are in a band
     int work_items;
     const bf16* bias;    // forward
     const bf16* pre_in;  // backward
@@ -152,7 +152,6 @@ struct Problem {
     // (tiles_across, N).
     float* partials;
     // For exponentials, which are written if out is not null:
-    int pairs_down;       // pairs of tiles, one below the other
     int V;                // padding starts at this column
     const float* shifts;  // (N), times log2 e
     const int* targets;   // (N)
@@ -211,13 +210,11 @@ struct Block {
         int across;
     };
     __device__ TileIndex tile_index(int item) const {
-        if constexpr (!kExponentials)
-            return {.pair = item / p.tiles_across, .across = item % p.tiles_across};
-
-        const int band = item / (kBand * p.tiles_across);
-        const int pairs = min(kBand, p.pairs_down - band * kBand);  // in this band
-        const int i = item - band * kBand * p.tiles_across;
-        return {.pair = band * kBand + i % pairs, .across = i / pairs};
+        const int band = item / (p.band * p.tiles_across);
+        const int first = band * p.band;
+        const int pairs = min(p.band, p.pairs_down - first);  // fewer in the last band
+        const int i = item - first * p.tiles_across;
+        return {.pair = first + i % pairs, .across = i / pairs};
     }
 
     // The first row and column of this block's tile.

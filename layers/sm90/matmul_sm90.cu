@@ -14,6 +14,13 @@ namespace {
 // do the epilogue.
 constexpr int kLongK = 1024;
 
+// The height of a band, in pairs of tiles. In GPT-2 1558M there are 25 tiles side by side, and B
+// has 20 MB, too much to stay in L2. In bands of 8, the tiles that are computed at the same time
+// form a square, which needs the least of A and B. Logits have many more columns.
+constexpr int kWide = 24;  // tiles side by side, from which on B is too large
+constexpr int kWideBand = 8;
+constexpr int kLogitsBand = 16;
+
 template <Mode mode, int kEpilogueWarps>
 __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
     matmul_sm90_kernel(const __grid_constant__ CUtensorMap a_map,
@@ -107,6 +114,10 @@ void launch(const Cuda& dev, const Sm90Product& product, const Factors& factors,
     p.chunks = K / kChunk;
     p.tiles_across = static_cast<int>(ceil_div(columns, kTileColumns));
     p.pairs_down = static_cast<int>(ceil_div(N, kTileRows * kCluster));
+    if (Block::kExponentials)
+        p.band = kLogitsBand;
+    else
+        p.band = p.tiles_across < kWide ? 1 : kWideBand;
     p.work_items = p.pairs_down * p.tiles_across;
 
     const auto kernel = matmul_sm90_kernel<mode, kEpilogueWarps>;
