@@ -1,6 +1,6 @@
 #!/bin/sh
 # measure.sh [part…]   Measures on this machine's GPU what dev/README.md shows, appends the rows to
-# dev/results and rewrites the tables. Stops at the first failure. All parts take about half an hour
+# dev/results and rewrites the tables. Stops at the first failure. All parts take about 40 minutes
 # on an H200. What fails validation is not timed. Without git: see scripts/tree.sh.
 #
 #   bf16, fp32   attention: our kernels and PyTorch's   memory    a training step by T
@@ -27,6 +27,12 @@ for part in "$@"; do
 done
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
+# Does a step of GPT-2 1558M fit? It takes 57 GiB, llm.c's 63.
+mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+large=
+if [ "${mib:-0}" -gt 75000 ]; then
+    large=yes
+fi
 # If PyTorch is installed, its kernels and its training step are measured in the same runs as ours.
 if python3 -c 'import torch' 2>/dev/null; then
     torch=yes
@@ -65,9 +71,17 @@ measure() {  # part
         ;;
     train)
         $training --json --shapes 4x1024,16x1024,64x1024
+        if [ "$large" ]; then
+            $training --json --model d24 --shapes 32x1024
+            $training --json --model d48 --shapes 16x1024
+        fi
         ./dev/bench_train --json --precision fp32 --shapes 4x1024,16x1024
         ./dev/bench_train --json --attention naive --shapes 4x1024,16x1024
         ./dev/bench_train --json --breakdown
+        if [ "$large" ]; then
+            ./dev/bench_train --json --breakdown --model d24 --shapes 32x1024
+            ./dev/bench_train --json --breakdown --model d48 --shapes 16x1024
+        fi
         ;;
     memory)
         ./dev/bench_train --json --precision fp32 --shapes 1x4096,1x8192,1x16384,1x32768

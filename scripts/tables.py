@@ -235,20 +235,24 @@ def train(rows):
 
 
 def step(rows):
-    """The trainer and other programs, in the newest run with others and at their batch sizes. Each
-    cell has tokens per second, how many times as fast the trainer is at -r 0, and GiB in use."""
+    """A line for each model and batch size at which others were measured. A program's cell is from
+    its newest run there with others: tokens per second, how many times as fast the trainer was at
+    -r 0 in that run, and GiB in use."""
+    setup = ["model", "B"]
     others = rows[rows["kernel"] != "train_gpt2cu"]
     if others.empty:
         return ""
-    rows = rows[(rows["run"] == others["run"].iloc[-1]) & rows["B"].isin(others["B"])]
-    rows = rows[rows["attention"] != "naive"].sort_values("B")
-    tok_s_at_r0 = rows[rows["recompute"] == 0].set_index("B")["tok_s"]
-    rows["r0_ratio"] = rows["B"].map(tok_s_at_r0) / rows["tok_s"]
+    rows = rows[rows["attention"] != "naive"].merge(others[["run", *setup]].drop_duplicates())
+    at_r0 = rows[rows["recompute"] == 0].set_index(["run", *setup])["tok_s"]
+    rows = rows.join(at_r0.rename("tok_s_at_r0"), on=["run", *setup])
+    rows["ratio"] = rows["tok_s_at_r0"] / rows["tok_s"]
     rows["thousands"] = rows["tok_s"] / 1e3
-    rows["cell"] = filled(rows, "{thousands:.0f}k · {r0_ratio:.2f}× · {mem_gib:.1f}")
+    rows["cell"] = filled(rows, "{thousands:.0f}k · {ratio:.2f}× · {mem_gib:.1f}")
+    rows["cell"] = rows["cell"].str.replace(" · nan×", "")
     rows["program"] = filled(rows, "{kernel} -r {recompute:.0f}").str.removesuffix(" -r nan")
+    rows = rows.drop_duplicates([*setup, "program"], keep="last").sort_values(setup)
     programs = sorted(rows["program"].unique(), reverse=True)
-    return table(rows, crossed(rows, "B", "program", programs))
+    return table(rows, crossed(rows, setup, "program", programs))
 
 
 def breakdown(rows):
@@ -488,7 +492,7 @@ BF16 = {"dtype": "bf16", "causal": True}
 FP32 = {"dtype": "fp32", "causal": True}
 LADDER = {"B": 4, "T": 4096, "HS": 64, "causal": True}
 EXAMPLE = {"dtype": "bf16", "T": 256, "HS": 64}
-GPT2_124M = {"model": "d12", "dtype": "bf16", "T": 1024, "ids": "text-like"}
+STEP = {"dtype": "bf16", "T": 1024, "ids": "text-like"}
 ONE_SEQUENCE = {"attention": "flash", "model": "d12", "B": 1}
 
 LADDER_SOURCE = Source(ladder, "attention", "bf16", LADDER, newest_by=["dtype"])
@@ -500,7 +504,7 @@ TABLES = {
     "accuracy": Source(accuracy, "accuracy", "accuracy", newest_by=["HS"]),
     "accuracy example": Source(accuracy_example, "accuracy", "accuracy", EXAMPLE),
     "train": Source(train, "train", "train", newest_by=SETUP),
-    "step": Source(step, "train", "train", GPT2_124M, newest_by=["run"]),
+    "step": Source(step, "train", "train", STEP, newest_by=["run"]),
     "breakdown": Source(
         breakdown, "breakdown", "train", newest_by=[*SETUP, "attention", "recompute"]
     ),
