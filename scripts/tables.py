@@ -246,8 +246,8 @@ def step(rows):
     at_r0 = rows[rows["recompute"] == 0].set_index(["run", *setup])["tok_s"]
     rows = rows.join(at_r0.rename("tok_s_at_r0"), on=["run", *setup])
     rows["ratio"] = rows["tok_s_at_r0"] / rows["tok_s"]
-    rows["thousands"] = rows["tok_s"] / 1e3
-    rows["cell"] = filled(rows, "{thousands:.0f}k · {ratio:.2f}× · {mem_gib:.1f}")
+    rows["thousands"] = (rows["tok_s"] / 1e3).map(cell)
+    rows["cell"] = filled(rows, "{thousands}k · {ratio:.2f}× · {mem_gib:.1f}")
     rows["cell"] = rows["cell"].str.replace(" · nan×", "")
     rows["program"] = filled(rows, "{kernel} -r {recompute:.0f}").str.removesuffix(" -r nan")
     rows = rows.drop_duplicates([*setup, "program"], keep="last").sort_values(setup)
@@ -503,7 +503,7 @@ TABLES = {
     "ladder bf16": LADDER_SOURCE._replace(where=LADDER | BF16),
     "accuracy": Source(accuracy, "accuracy", "accuracy", newest_by=["HS"]),
     "accuracy example": Source(accuracy_example, "accuracy", "accuracy", EXAMPLE),
-    "train": Source(train, "train", "train", newest_by=SETUP),
+    "train": Source(train, "train", "train", newest_by=[*SETUP, "kernel"]),
     "step": Source(step, "train", "train", STEP, newest_by=["run"]),
     "breakdown": Source(
         breakdown, "breakdown", "train", newest_by=[*SETUP, "attention", "recompute"]
