@@ -1,5 +1,5 @@
-// Matmul with more work on each tile, bf16: wgmma + TMA + mbarrier, warp-specialised, clusters of
-// two (sm_90a).
+// bf16 matmul with a fused epilogue (GELU, GELU's derivative or a softmax's exponentials): wgmma +
+// TMA + mbarrier, warp-specialised, clusters of two (sm_90a).
 //
 //   forward       pre  = A·B + bias                        A = inp (N,K),   B = weightᵀ (K,columns)
 //                 out  = f(pre)
@@ -15,8 +15,8 @@
 // GPT-2's K is short (768) and these products are wide (3072, 50304), so much of the work is what
 // follows the product of a tile. A separate kernel would read the product back: (N, 3072) for GELU,
 // (N, 50304) for the softmax. GELU's derivative and the softmax would also write it a second time.
-// cuBLASLt has GELU in its epilogue at 70 % of its usual rate, and GELU's derivative only in slow
-// algorithms.
+// cuBLASLt's products are much slower with GELU in their epilogue, and it has GELU's derivative
+// only in slow algorithms.
 //
 // Here two kinds of warps share the work on a tile. The MMA warps multiply, store the tile to
 // shared memory as bf16, and start on the next one. The epilogue warps finish the stored tile, a
@@ -24,27 +24,27 @@
 //
 //   8 MMA warps              tile i: K in chunks of 64 │ to D │ tile i + 1: … │ to D │ …
 //   3 epilogue warps, or 7   tile i − 1                       │ tile i: f, to memory │ tile i + 1 …
-//   1 producer               TMA, three chunks ahead
+//   1 producer               TMA, as far ahead as there are free stages
 //
-// A block's tile is 128 × 256. Two warpgroups multiply 64 rows each, which takes 128 accumulators
-// per thread. With three warpgroups in a block, a thread has 168 registers, and m64n256k16 needs
-// 154. Backward's epilogue has twice the work. If K is short, it takes longer than the products,
-// and a fourth warpgroup helps. But then ptxas allows an instruction only 128 registers, an equal
-// share, whatever setmaxnreg gives; so two m64n128k16 do the product, which read A twice and take
-// longer.
+// A block's tile is 128 × 256. Two warpgroups multiply 64 rows each, so that a thread has 128
+// accumulators. With three warpgroups in a block, a thread can have 168 registers, and the loop
+// with m64n256k16 uses 154. Backward's epilogue does twice the work of forward's. If K is short, it
+// takes longer than the products, and a fourth warpgroup helps. But then ptxas lets an instruction
+// use only 128 registers, the equal share of a thread, although setmaxnreg gives the MMA warps
+// more. So they run two m64n128k16 instead, which read A twice and take longer.
 //
 // Two blocks form a cluster. Their tiles are one below the other and share B: each block loads half
-// of B and sends it to both. The clusters take turns at these pairs of tiles, band after band, and
-// in each band from left to right. If B fits into L2, a band is one pair high: A is read from
-// memory once, and B stays in L2. If B is too large, a band is several pairs high: its rows of A
-// stay in L2, and B is read from memory once per band.
+// of B and sends it to both. The clusters take turns at these pairs of tiles, band after band. In a
+// band they go from left to right, and in each of its columns from top to bottom. If B stays in L2,
+// a band is one pair high, and A is read from memory once. If B is too large for that, a band is
+// several pairs high: its rows of A stay in L2, and B is read from memory about once per band.
 //
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
 //   B        shared memory, these stages   forward: as A, a row is a column of D
 //                                          backward: panels of 64 columns, a row is one of K,
 //                                          transposed by wgmma
-//   sums     registers                     accumulator of m64n256k16, or two of m64n128k16
+//   A·B      registers                     accumulator of m64n256k16, or two of m64n128k16
 //   D        shared memory, 128 rows       rows of 512 bytes, 16-byte piece c of row r at
 //                                          c ^ (r % 8). For the exponentials D holds exponents of
 //                                          2, in fp16, which is more precise than bf16 and has
@@ -56,15 +56,15 @@
 //   d_full[2]   4 MMA warps: their 64 rows of D       the epilogue warps
 //   d_empty[8]  two epilogue warps, 8 rows each       the MMA warp of these rows, a tile later
 //
-// An epilogue warp handles slices of 8 rows, one after another. Backward, a thread keeps the sums
-// of its columns for the length of a tile. Then each warp writes its own as a row of partials, and
-// add_partials adds the rows in order. The result is deterministic for a given number of clusters,
-// because that number decides which warp gets which slice. attention/EXPERIMENTS.md says what
-// bounds the kernel and what was tried.
+// An epilogue warp handles slices of 8 rows, one after another. In backward, a thread keeps the
+// sums of its columns for the length of a tile. Then each warp writes its own as a row of partials,
+// and add_partials adds the rows in order. The result is deterministic for a given number of
+// clusters, because that number decides which warp gets which slice. attention/EXPERIMENTS.md says
+// what bounds the kernel and what was tried.
 //
 // Writes: pre, out, dpre, sums, every element.  Adds into: dpre_sum.
 // Limits: K must be a multiple of 64, and the columns of 256, or of 8 for exponentials. Pointers
-// must be aligned to 16 bytes. Any N.
+// must be aligned to 16 bytes. N must fit into an int.
 // Run: ./dev/bench_train --breakdown
 #pragma once
 #include <cuda_fp16.h>
@@ -134,15 +134,14 @@ constexpr int kOffsetD = offsetof(SharedMemory, d);
 
 enum class Mode { forward, backward, backward_recompute, exponentials };
 
-// A work item is a pair of tiles, one below the other, which a cluster computes at a time.
 struct Problem {
     int N;
     int columns;
-    int chunks;        // of K
-    int tiles_across;  // tiles side by side
-    int pairs_down;    // pairs of tiles, one below the other
-    int band;          // how many of these pairs are in a band
-    int work_items;
+    int chunks;          // how many chunks K has
+    int tiles_across;    // how many tiles are side by side
+    int pairs_down;      // how many pairs of tiles are one below the other
+    int band;            // the height of a band, in pairs of tiles
+    int work_items;      // all pairs of tiles; a cluster computes one at a time
     const bf16* bias;    // forward
     const bf16* pre_in;  // backward
     bf16* pre;
@@ -151,14 +150,14 @@ struct Problem {
     // Backward: sums of columns (tiles down, kEpilogueWarps, columns). Exponentials: sums of rows
     // (tiles_across, N).
     float* partials;
-    // For exponentials, which are written if out is not null:
+    // Only for exponentials:
     int V;                // padding starts at this column
     const float* shifts;  // (N), times log2 e
     const int* targets;   // (N)
 };
 
-// What the warps of a block share, and what each kind of them does. backward_recompute is backward
-// that also writes out.
+// What the warps of a block share, and the code of each kind of warp. backward_recompute is
+// backward that also writes out.
 template <Mode mode, int kEpilogueWarps>
 struct Block {
     static constexpr bool kBackward = mode == Mode::backward || mode == Mode::backward_recompute;
@@ -169,9 +168,9 @@ struct Block {
     static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;
     static constexpr int kPartTiles = kTileColumns / 8 / kParts;
     static constexpr int kRowsAtOnce = kBackward ? 2 : 4;  // rows whose arithmetic is interleaved
-    // d_full[group] has one phase per tile. An epilogue warp must wait for each of them, or it
-    // could take an earlier one of the same parity for the one that it needs. So of each tile it
-    // must have slices of both groups' rows.
+    // d_full[group] has one phase per tile. A warp that did not wait for one of them could not tell
+    // the next phase from the one before, which has the same parity. So an epilogue warp must have
+    // slices of both groups' rows in every tile.
     static_assert(kEpilogueWarps <= kSlices / kGroups);
 
     using Accumulators = float[kParts][kPartTiles][4];
@@ -181,8 +180,8 @@ struct Block {
     const Problem& p;
     unsigned char* smem;  // SharedMemory
     uint32_t base = smem_address(smem);
-    int rank = blockIdx.x % kCluster;        // in the cluster
-    int first_item = blockIdx.x / kCluster;  // of the cluster
+    int rank = blockIdx.x % kCluster;        // the block's in its cluster
+    int first_item = blockIdx.x / kCluster;  // the cluster's
     int clusters = gridDim.x / kCluster;
 
     // Addresses in shared memory.
@@ -244,11 +243,12 @@ struct Block {
     __device__ __forceinline__ void producer() const {
         constexpr uint16_t kBothBlocks = (1 << kCluster) - 1;
         constexpr int kHalf = kTileColumns / kCluster;
-        const int first = rank * kHalf;  // of this block's columns of the tile
+        const int first = rank * kHalf;  // the first of the tile's columns that this block loads
 
         // A box's coordinates are (0, panel, row, 0) of its matrix (matrix_map in matmul_sm90.cu).
-        // As kChunk = kPanel, chunk k is panel k of A. It is also panel k of B, except backward,
-        // where it is the kChunk rows of B from k·kChunk on.
+        // Chunk k is panel k of A. It is also panel k of B, except in backward, where it is the
+        // kChunk rows of B from k·kChunk on.
+        static_assert(kChunk == kPanel);
         PipelineState<kStages> state;
         // Chunk: wait until the MMA warps of both blocks have released the stage · load A and B
         for (int item = first_item; item < p.work_items; item += clusters) {
@@ -263,9 +263,9 @@ struct Block {
                 tma_load_4d(a_smem(state.index), &a_map, barrier, 0, k, row, 0);
                 if constexpr (kBackward) {
                     for (int c = 0; c < kHalf; c += kPanel)
-                        tma_load_4d_multicast(b + (first + c) * kPanelRowBytes, &b_map, barrier, 0,
-                                              (column + first + c) / kPanel, k * kChunk, 0,
-                                              kBothBlocks);
+                        tma_load_4d_multicast(b + (first + c) / kPanel * kBPanelBytes, &b_map,
+                                              barrier, 0, (column + first + c) / kPanel, k * kChunk,
+                                              0, kBothBlocks);
                 } else {
                     tma_load_4d_multicast(b + first * kPanelRowBytes, &b_map, barrier, 0, k,
                                           column + first, 0, kBothBlocks);
@@ -289,12 +289,12 @@ struct Block {
         // Tile: for each chunk (wait for it · start its products · release the one before)
         //       · release the last chunk · wait until D is empty · store D · tell the epilogue
         for (int item = first_item; item < p.work_items; item += clusters) {
-            Accumulators d;
+            Accumulators acc;
             float shift[2];
             int previous = 0;
             for (int k = 0; k < p.chunks; k++, ++state) {
                 mbarrier_wait(full(state.index), state.phase);
-                start_products(d, warp, state.index, k);
+                start_products(acc, warp, state.index, k);
                 if (k > 0) {
                     wgmma_wait<1>();
                     release(previous);
@@ -310,13 +310,13 @@ struct Block {
                                             p.N - 1)];
             wgmma_wait<0>();
             for (int part = 0; part < kParts; part++)
-                wgmma_fence_operand(d[part]);
+                wgmma_fence_operand(acc[part]);
             release(previous);
 
             const bf16* bias = p.bias + column_of(item) + (lane % 4) * 2;
             const uint32_t d_row = base + kOffsetD + (warp * kMmaWarpRows + lane % 16) * kDRowBytes;
             mbarrier_wait(d_empty(warp), d_empty_phase);
-            store_d(d_row, d, bias, shift, lane);
+            store_d(d_row, acc, bias, shift, lane);
             __syncwarp();
             if (lane == 0)
                 mbarrier_arrive(d_full(warp / kGroupWarps));
@@ -324,8 +324,9 @@ struct Block {
         }
     }
 
-    // Starts the products of chunk k: d = A·B for a tile's first chunk, d += A·B for the others.
-    __device__ __forceinline__ void start_products(Accumulators& d, int warp, int stage,
+    // Starts the products of chunk k: acc = A·B for a tile's first chunk, acc += A·B for the
+    // others.
+    __device__ __forceinline__ void start_products(Accumulators& acc, int warp, int stage,
                                                    int k) const {
         const int group_row = warp / kGroupWarps * kGroupRows;
         const uint64_t a = wgmma_descriptor(a_smem(stage) + group_row * kPanelRowBytes);
@@ -340,7 +341,7 @@ struct Block {
                 const uint64_t b_part = wgmma_advance(b, part * (kBBytes / kParts));
                 const uint64_t b_step = kBackward ? wgmma_row_step(b_part, kk)
                                                   : wgmma_column_step<kTileColumns>(b_part, kk);
-                wgmma_ss<false, kBackward>(d[part], a_step, b_step, accumulate);
+                wgmma_ss<false, kBackward>(acc[part], a_step, b_step, accumulate);
             }
         }
         wgmma_commit();
@@ -349,15 +350,16 @@ struct Block {
     // Rounds the accumulators and stores them to D. Forward adds the bias, exponentials subtract
     // the shift. For stmatrix_x4, lane l gives the address of row l % 16 of the warp's rows in tile
     // n + l / 16. d_row is where that row begins in D.
-    __device__ __forceinline__ void store_d(uint32_t d_row, const Accumulators& d, const bf16* bias,
-                                            const float (&shift)[2], int lane) const {
+    __device__ __forceinline__ void store_d(uint32_t d_row, const Accumulators& acc,
+                                            const bf16* bias, const float (&shift)[2],
+                                            int lane) const {
         for (int n = 0; n < kTileColumns / 8; n += 2) {
             // Two 16 × 8 tiles of accumulators, as four 8 × 8 halves.
             uint32_t packed[4];
             for (int i = 0; i < 4; i++) {
                 const int tile = n + i / 2;
                 const int half = i % 2;  // 0: the tile's upper 8 rows, 1: the lower
-                const float* pair = &d[tile / kPartTiles][tile % kPartTiles][2 * half];
+                const float* pair = &acc[tile / kPartTiles][tile % kPartTiles][2 * half];
                 float left = pair[0];
                 float right = pair[1];
                 if constexpr (mode == Mode::forward) {
@@ -502,8 +504,8 @@ struct Block {
 
                 mbarrier_wait(d_full(writer / kGroupWarps), d_full_phase);
 
-                // In 21 of 22 slices there is neither a target nor padding, so that no element
-                // needs to be tested.
+                // Most slices have neither a target nor padding, so that no element needs to be
+                // tested.
                 const bool target_in_tile = is_in_range(lane_target, first_column, kTileColumns);
                 const bool all_wanted = kExponentials && first_column + kTileColumns <= p.V &&
                                         __all_sync(kFullMask, !target_in_tile);

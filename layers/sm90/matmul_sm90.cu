@@ -10,15 +10,20 @@
 
 namespace {
 
-// From this K on, a backward tile's product takes longer than its epilogue, even if only kFew warps
-// do the epilogue.
+// If K is at least this, kFew warps finish a backward tile about as fast as the MMA warps multiply
+// it, and a step gains nothing from kMany.
 constexpr int kLongK = 1024;
 
-// The height of a band, in pairs of tiles. In GPT-2 1558M there are 25 tiles side by side, and B
-// has 20 MB, too much to stay in L2. In bands of 8, the tiles that are computed at the same time
-// form a square, which needs the least of A and B. Logits have many more columns.
-constexpr int kWide = 24;  // tiles side by side, from which on B is too large
+// Products with at least this many tiles side by side need bands. GPT-2 1558M has 25, and B is then
+// 20 MB. That is less than L2, but pre and out pass through L2, too. At 16 tiles, GPT-2 350M, bands
+// gain nothing.
+constexpr int kWide = 24;
+
+// The height of their bands, in pairs of tiles. 66 clusters then compute a square of about 8 × 8
+// pairs and tiles, 2048 rows and columns, which is the shape that needs the least of A and B.
 constexpr int kWideBand = 8;
+
+// The same for logits, whose B is larger than L2: higher bands read it less often.
 constexpr int kLogitsBand = 16;
 
 template <Mode mode, int kEpilogueWarps>
@@ -33,7 +38,7 @@ __global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
         block.init_barriers();
     cluster_sync();
 
-    // wgmma may not be where a warp's threads could diverge. The shuffle tells the compiler that
+    // wgmma must not be where a warp's threads could diverge. The shuffle tells the compiler that
     // they all have the same `warp`.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
     const int lane = threadIdx.x % kWarp;

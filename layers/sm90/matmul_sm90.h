@@ -1,11 +1,11 @@
-// Matmuls for Hopper with the activation f or the exponentials of a softmax in their epilogue
-// (matmul_block.cuh). Those with f require matmul_sm90_supports(), and matmul_sm90_exponentials
-// requires Cuda::sm90a. All pointers must be aligned to 16 bytes.
+// bf16 matmuls for Hopper that have the activation f (cuda/activation.cuh) or the exponentials of a
+// softmax in their epilogue (matmul_block.cuh). The former require matmul_sm90_supports(), the
+// latter Cuda::sm90a. All pointers must be aligned to 16 bytes.
 #pragma once
 #include "cuda/cuda.h"
 
-// The sizes of a product (N,K)·(K,columns). A layer's outputs are the columns in forward and K in
-// backward.
+// The sizes of a product (N,K)·(K,columns). In forward, K is how many inputs the layer has, and
+// columns how many outputs. In backward it is the other way round.
 struct Sm90Product {
     size_t N = 0;
     int K = 0;
@@ -24,7 +24,7 @@ struct Sm90ForwardOperands {
 void matmul_sm90_activation_forward(const Cuda& dev, const Sm90Product& product,
                                     const Sm90ForwardOperands& o);
 
-// Writes dpre (N,columns) = (dout (N,K)·weight (K,columns))∘f'(pre) and adds its sum over rows into
+// Writes dpre (N,columns) = (dout (N,K)·weight (K,columns))∘f'(pre) and adds its column sums to
 // dpre_sum. Also writes out = f(pre), unless out is null. Needs matmul_sm90_scratch_bytes() of
 // scratch.
 struct Sm90BackwardOperands {
@@ -40,11 +40,13 @@ void matmul_sm90_activation_backward(const Cuda& dev, const Sm90Product& product
                                      const Sm90BackwardOperands& o);
 size_t matmul_sm90_scratch_bytes(const Sm90Product& product);
 
-// Writes out (N,columns) = exp(x − the row's shift), unless out is null, where x is inp
-// (N,K)·weight (columns,K)ᵀ. The row's target and columns from V on get 0 instead. Also writes sums
-// (⌈columns/kSm90Columns⌉,N), one for each row of a tile: sums[t][n] is that of row n over the
-// columns of tile t. shifts (N) holds the shifts times log2 e. Limits: N ≥ 1; K must be a multiple
-// of 64, and columns of 8.
+// With x = inp (N,K)·weight (columns,K)ᵀ, writes
+//
+//   out[n][c]  = exp(x[n][c] − shift of row n), or 0 if c = targets[n] or c ≥ V
+//   sums[t][n] = Σ_c out[n][c] before it is rounded, over the kSm90Columns columns c of tile t
+//
+// out (N,columns) may be null, and then only sums (⌈columns/kSm90Columns⌉,N) is written. shifts (N)
+// holds the rows' shifts times log2 e. Limits: N ≥ 1; K must be a multiple of 64, and columns of 8.
 constexpr int kSm90Columns = 256;  // of a block's tile
 struct Sm90ExponentialOperands {
     bf16* out = nullptr;
