@@ -27,11 +27,11 @@
 //   1 producer               TMA, as far ahead as there are free stages
 //
 // A block's tile is 128 × 256. Two warpgroups multiply 64 rows each, so that a thread has 128
-// accumulators. With three warpgroups in a block, a thread can have 168 registers, and the loop
-// with m64n256k16 uses 154. Backward's epilogue does twice the work of forward's. If K is short, it
-// takes longer than the products, and a fourth warpgroup helps. But then ptxas lets an instruction
-// use only 128 registers, the equal share of a thread, although setmaxnreg gives the MMA warps
-// more. So they run two m64n128k16 instead, which read A twice and take longer.
+// accumulators. With three warpgroups in a block, a thread can have 168 registers, enough for
+// m64n256k16, for which ptxas wants 154. Backward's epilogue does twice the work of forward's. If K
+// is short, it takes longer than the products, and a fourth warpgroup helps. But then an equal
+// share is 128 registers, and ptxas rejects the instruction, although setmaxnreg gives the MMA
+// warps more. So they run two m64n128k16 instead, which read A twice and take longer.
 //
 // Two blocks form a cluster. Their tiles are one below the other and share B: each block loads half
 // of B and sends it to both. The clusters take turns at these pairs of tiles, band after band. In a
@@ -63,8 +63,8 @@
 // what bounds the kernel and what was tried.
 //
 // Writes: pre, out, dpre, sums, every element.  Adds into: dpre_sum.
-// Limits: K must be a multiple of 64, and the columns of 256, or of 8 for exponentials. Pointers
-// must be aligned to 16 bytes. N must fit into an int.
+// Limits: K must be a multiple of 64, and the columns of 256, or of 8 for exponentials. For
+// alignment and N see matmul_sm90.h.
 // Run: ./dev/bench_train --breakdown
 #pragma once
 #include <cuda_fp16.h>
@@ -168,9 +168,9 @@ struct Block {
     static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;
     static constexpr int kPartTiles = kTileColumns / 8 / kParts;
     static constexpr int kRowsAtOnce = kBackward ? 2 : 4;  // rows whose arithmetic is interleaved
-    // d_full[group] has one phase per tile. A warp that did not wait for one of them could not tell
-    // the next phase from the one before, which has the same parity. So an epilogue warp must have
-    // slices of both groups' rows in every tile.
+    // d_full[group] has one phase per tile. A warp that skipped phase n and then waited for n + 1
+    // could return at once, because n − 1 has the same parity. So an epilogue warp must have slices
+    // of both groups' rows in every tile.
     static_assert(kEpilogueWarps <= kSlices / kGroups);
 
     using Accumulators = float[kParts][kPartTiles][4];
@@ -433,7 +433,7 @@ struct Block {
         return x[0];
     }
 
-    // This lane's eight columns of a tile's row of pre, or of the last row beyond N.
+    // This lane's eight columns of a tile's row of pre. For rows from N on, those of row N − 1.
     __device__ __forceinline__ Vec<bf16, 8> load_pre(int row, int first_column, int lane) const {
         return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.columns +
                        first_column + lane * 8);

@@ -1,11 +1,13 @@
 // bf16 matmuls for Hopper that have the activation f (cuda/activation.cuh) or the exponentials of a
 // softmax in their epilogue (matmul_block.cuh). The former require matmul_sm90_supports(), the
-// latter Cuda::sm90a. All pointers must be aligned to 16 bytes.
+// latter Cuda::sm90a. Matrices and scratch must be aligned to 16 bytes, bias to 4. N must fit into
+// an int.
 #pragma once
 #include "cuda/cuda.h"
 
-// The sizes of a product (N,K)·(K,columns). In forward, K is how many inputs the layer has, and
-// columns how many outputs. In backward it is the other way round.
+// The sizes of a product (N,K)·(K,columns). Forward is the layer before f: K inputs, columns
+// outputs. Backward is the gradient of the inputs of the layer after f, continued through f: K
+// outputs, columns inputs. In GPT-2's MLP both have K = C and columns = 4C.
 struct Sm90Product {
     size_t N = 0;
     int K = 0;
