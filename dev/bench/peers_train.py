@@ -292,10 +292,9 @@ def rows_of_shape(a, torch, B, T):
     ours = by_recompute[0]  # recomputes nothing; neither do the peers
 
     # Each is measured when fastest() asks for it, so that its line appears before the next starts.
-    if torch:
-        tried = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
-        about = {"cuda": torch.version.cuda, "torch": torch.__version__}
-        rows += fastest("torch_compile", a.model, B, T, ours, tried, **about)
+    tried = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
+    about = {"cuda": torch.version.cuda, "torch": torch.__version__}
+    rows += fastest("torch_compile", a.model, B, T, ours, tried, **about)
 
     if a.llmc and rows:
         tried = (
@@ -335,23 +334,17 @@ def main():
         default=os.environ.get("LLMC"),
         help="also time llm.c's train_gpt2cu (default: $LLMC; if neither is given, it is left out)",
     )
-    arg.add_argument(
-        "--no-torch",
-        action="store_true",
-        help="leave out PyTorch, which takes two minutes a shape",
-    )
     a = arg.parse_args()
     if a.llmc and not a.llmc.is_file():
         arg.error(
             f"--llmc {a.llmc}: there is no such program; "
             "build llm.c's train_gpt2cu as its README says"
         )
-    torch = None if a.no_torch else torch_with_gpu("peers_train.py")
+    torch = torch_with_gpu("peers_train.py")
 
     # This process must not use the GPU, because its context would count in the peers' memory.
-    library = f"PyTorch {torch.__version__}, " if torch else ""
     print(
-        f"{library}{a.model}, bf16, sustained, whole step\n"
+        f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n"
         f"{'kernel':13} {'attention':12} {'B':>4} {'T':>6} | "
         f"{'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}",
         flush=True,
