@@ -209,11 +209,10 @@ struct Block {
         int across;
     };
     __device__ TileIndex tile_index(int item) const {
-        const int band = item / (p.band * p.tiles_across);
-        const int first = band * p.band;
-        const int pairs = min(p.band, p.pairs_down - first);  // fewer in the last band
-        const int i = item - first * p.tiles_across;
-        return {.pair = first + i % pairs, .across = i / pairs};
+        const int first_pair = item / (p.band * p.tiles_across) * p.band;  // of the item's band
+        const int height = min(p.band, p.pairs_down - first_pair);  // the last band may be lower
+        const int i = item - first_pair * p.tiles_across;           // the item's number in its band
+        return {.pair = first_pair + i % height, .across = i / height};
     }
 
     // The first row and column of this block's tile.
